@@ -1,0 +1,154 @@
+/* oeq.h: the C surface of oeq-native.
+ *
+ * Every function may be called from any thread, catches its own failures and never ends the process. A function that
+ * can fail returns an OeqStatus, 0 for success, and leaves a text for the calling thread in oeq_last_error(). Outputs
+ * are written only on success. Pointers that are required are checked for NULL.
+ */
+#ifndef OEQ_H_
+#define OEQ_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define OEQ_EXPORT
+#elif defined(__GNUC__) || defined(__clang__)
+#define OEQ_EXPORT __attribute__((visibility("default")))
+#else
+#define OEQ_EXPORT
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The XLA FFI api table, as in xla/ffi/api/c_api.h. Opaque here: this header needs no XLA. */
+struct XLA_FFI_Api;
+
+/* ---- Status ------------------------------------------------------------------------------------------------- */
+
+/* The numbers of absl::StatusCode. */
+typedef int32_t OeqStatus;
+#define OEQ_OK 0
+#define OEQ_INVALID_ARGUMENT 3
+#define OEQ_NOT_FOUND 5
+#define OEQ_ALREADY_EXISTS 6
+#define OEQ_RESOURCE_EXHAUSTED 8
+#define OEQ_FAILED_PRECONDITION 9
+#define OEQ_UNIMPLEMENTED 12
+#define OEQ_INTERNAL 13
+#define OEQ_UNAVAILABLE 14
+
+/* The text of this thread's last failed call, NUL-terminated UTF-8, "" if none failed yet. Valid until this thread's
+ * next failing call into the library. Never NULL. */
+OEQ_EXPORT const char* oeq_last_error(void);
+
+/* The library's version, "MAJOR.MINOR.PATCH". */
+OEQ_EXPORT const char* oeq_version(void);
+
+/* ---- The handler table ---------------------------------------------------------------------------------------- */
+
+/* The newest table layout. Layout 3 has types, layout 2 has not. */
+#define OEQ_FFI_ABI_VERSION 3
+
+#define OEQ_FFI_TRAIT_COMMAND_BUFFER_COMPATIBLE (1u << 0)
+
+/* One target: its stage functions are XLA_FFI_Handler pointers; NULL stages do not exist. */
+typedef struct OeqFfiHandler {
+  const char* name;
+  void* instantiate;
+  void* prepare;
+  void* initialize;
+  void* execute;
+  uint32_t traits;
+} OeqFfiHandler;
+
+/* One state type. type_id points to an XLA_FFI_TypeId {int64_t} that the registering host fills in; type_info points
+ * to an XLA_FFI_TypeInfo whose deleter destroys a state. */
+typedef struct OeqFfiType {
+  const char* name;
+  void* type_id;
+  const void* type_info;
+} OeqFfiType;
+
+/* Layout 2. */
+typedef struct OeqFfiHandlerTableV2 {
+  uint32_t abi_version;
+  uint32_t handler_count;
+  const OeqFfiHandler* handlers;
+} OeqFfiHandlerTableV2;
+
+/* Layout 3. Handlers are sorted by name, names are unique, every pointer stays valid for the life of the process. */
+typedef struct OeqFfiHandlerTable {
+  uint32_t abi_version;
+  uint32_t type_count;
+  const OeqFfiType* types;
+  uint32_t handler_count;
+  const OeqFfiHandler* handlers;
+} OeqFfiHandlerTable;
+
+/* The table in its newest layout, or NULL (see oeq_last_error) when the linked set of targets is broken: two targets
+ * of one name, or targets that the linker dropped. */
+OEQ_EXPORT const OeqFfiHandlerTable* oeq_ffi_handler_table(void);
+
+/* The table in the layout asked for: 2 (an OeqFfiHandlerTableV2) or 3 (an OeqFfiHandlerTable); NULL for others. */
+OEQ_EXPORT const void* oeq_ffi_handler_table_for(uint32_t abi_version);
+
+/* ---- Registration ----------------------------------------------------------------------------------------------- */
+
+/* Registers every target, with its state type, in the XLA that api belongs to. platform is "CUDA" (also "cuda",
+ * "gpu"). Doing it again is not an error. RegisterFFi is the name that existing connectors look up; it returns 0 on
+ * success and the status otherwise. */
+OEQ_EXPORT OeqStatus oeq_register_ffi(const struct XLA_FFI_Api* api, const char* platform);
+OEQ_EXPORT int RegisterFFi(const struct XLA_FFI_Api* api, const char* platform);
+
+/* ---- Configuration and statistics --------------------------------------------------------------------------------- */
+
+/* Sets one option before the library's first use of it. Keys are those of the OEQ_* environment variables, lower case
+ * and without the prefix ("compile_threads", "nvrtc"); a value set here wins over the environment. FAILED_PRECONDITION
+ * once the option is in use. */
+OEQ_EXPORT OeqStatus oeq_configure(const char* key, const char* value);
+
+/* Counters since the process began. */
+typedef struct OeqStats {
+  uint64_t struct_size;      /* in: sizeof(OeqStats) of the caller; out: how much of it was filled */
+  uint64_t kernels_interned; /* distinct (family, payload) records made */
+  uint64_t kernels_shared;   /* call sites that found their record already there */
+  uint64_t compiled;         /* programs compiled */
+  uint64_t failed;           /* compilations that failed */
+  uint64_t loaded;           /* images loaded onto a device */
+  uint64_t launches;         /* calls executed */
+} OeqStats;
+OEQ_EXPORT OeqStatus oeq_get_stats(OeqStats* stats);
+
+/* ---- Devices (what the Python module needs) ------------------------------------------------------------------------- */
+
+typedef struct OeqDeviceProperties {
+  uint64_t struct_size; /* in: sizeof(OeqDeviceProperties) of the caller; out: how much of it was filled */
+  char name[256];
+  int32_t compute_major;
+  int32_t compute_minor;
+  int32_t multiprocessor_count;
+  int32_t warp_size;
+  int32_t shared_memory_per_block; /* bytes, the opt-in maximum */
+} OeqDeviceProperties;
+
+/* Properties of device `ordinal`. With OEQ_DEVICE set (a known name such as "H200", or
+ * "sm_90,MULTIPROCESSORS,SHARED_BYTES") the answer is that device's and no driver is needed. */
+OEQ_EXPORT OeqStatus oeq_device_properties(int32_t ordinal, OeqDeviceProperties* properties);
+
+/* A pair of events on the current context's default stream (the primary context of device 0 when none is current). */
+typedef struct OeqTimer OeqTimer;
+OEQ_EXPORT OeqStatus oeq_timer_create(OeqTimer** timer);
+OEQ_EXPORT OeqStatus oeq_timer_start(OeqTimer* timer);
+/* Records the end, waits for it and writes the time since start in milliseconds. */
+OEQ_EXPORT OeqStatus oeq_timer_stop(OeqTimer* timer, float* milliseconds);
+OEQ_EXPORT void oeq_timer_destroy(OeqTimer* timer);
+/* Overwrites enough device memory to evict the L2 cache, and waits. */
+OEQ_EXPORT OeqStatus oeq_clear_l2_cache(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* OEQ_H_ */

@@ -1,0 +1,458 @@
+//! The C surface, as `ffi-headers/oeq.h` tells it.
+//!
+//! Every function runs inside [`boundary`] or [`value`]: a failure or a panic becomes a status and a text for the calling
+//! thread. Outputs are written only on success, and required pointers are checked for null.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::OnceLock;
+
+use crate::driver::cuda::{self, Cuda, DeviceProperties, Timer};
+use crate::driver::known;
+use crate::error::{Code, Error, Result};
+use crate::registry;
+use crate::runtime::{self, Runtime};
+use crate::xla::api::Api;
+use crate::xla::register::{self, Platform};
+use crate::xla::{ffi, types};
+
+/// Status of a call: 0, or one of [`Code`]'s numbers.
+pub type Status = i32;
+
+/// The newest layout of the handler table.
+pub const FFI_ABI_VERSION: u32 = 3;
+
+/// `OeqFfiHandler`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct FfiHandler {
+    /// Target name.
+    pub name: *const c_char,
+    /// Stage function or null.
+    pub instantiate: *mut c_void,
+    /// Stage function or null.
+    pub prepare: *mut c_void,
+    /// Stage function or null.
+    pub initialize: *mut c_void,
+    /// Stage function.
+    pub execute: *mut c_void,
+    /// `XLA_FFI_HANDLER_TRAITS_*` bits.
+    pub traits: u32,
+}
+
+/// `OeqFfiType`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct FfiType {
+    /// Type name.
+    pub name: *const c_char,
+    /// Where the host writes the id.
+    pub type_id: *mut c_void,
+    /// How a state is destroyed.
+    pub type_info: *const c_void,
+}
+
+/// `OeqFfiHandlerTableV2`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct FfiHandlerTable2 {
+    /// 2.
+    pub abi_version: u32,
+    /// Number of handlers.
+    pub handler_count: u32,
+    /// The handlers.
+    pub handlers: *const FfiHandler,
+}
+
+/// `OeqFfiHandlerTable`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct FfiHandlerTable3 {
+    /// 3.
+    pub abi_version: u32,
+    /// Number of types.
+    pub type_count: u32,
+    /// The types.
+    pub types: *const FfiType,
+    /// Number of handlers.
+    pub handler_count: u32,
+    /// The handlers.
+    pub handlers: *const FfiHandler,
+}
+
+/// `OeqStats`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct FfiStats {
+    /// In: the caller's size; out: how much was filled.
+    pub struct_size: u64,
+    /// See [`crate::stats::Stats`].
+    pub kernels_interned: u64,
+    /// See [`crate::stats::Stats`].
+    pub kernels_shared: u64,
+    /// See [`crate::stats::Stats`].
+    pub compiled: u64,
+    /// See [`crate::stats::Stats`].
+    pub failed: u64,
+    /// See [`crate::stats::Stats`].
+    pub loaded: u64,
+    /// See [`crate::stats::Stats`].
+    pub launches: u64,
+}
+
+/// `OeqDeviceProperties`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct FfiDeviceProperties {
+    /// In: the caller's size; out: how much was filled.
+    pub struct_size: u64,
+    /// Name, NUL-terminated.
+    pub name: [u8; 256],
+    /// Compute capability, major.
+    pub compute_major: i32,
+    /// Compute capability, minor.
+    pub compute_minor: i32,
+    /// Multiprocessors.
+    pub multiprocessor_count: i32,
+    /// Threads in a warp.
+    pub warp_size: i32,
+    /// Opt-in shared memory per block, bytes.
+    pub shared_memory_per_block: i32,
+}
+
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
+}
+
+fn remember(error: &Error) -> Status {
+    let text = CString::new(error.to_string().replace('\0', "\u{fffd}")).unwrap_or_default();
+    // A thread that is being torn down has no place for the text any more; the status is still told.
+    let _ = LAST_ERROR.try_with(|last| {
+        if let Ok(mut last) = last.try_borrow_mut() {
+            *last = text;
+        }
+    });
+    error.code() as Status
+}
+
+/// Runs the body of an exported function that answers a value: null and a text on failure.
+fn value<T>(body: impl FnOnce() -> Result<*const T>) -> *const T {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(value)) => value,
+        Ok(Err(error)) => {
+            remember(&error);
+            ptr::null()
+        }
+        Err(_) => {
+            remember(&Error::internal("a panic was caught; this is a bug in oeq-native"));
+            ptr::null()
+        }
+    }
+}
+
+/// Runs the body of an exported function that answers a status.
+fn boundary(body: impl FnOnce() -> Result<()>) -> Status {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(error)) => remember(&error),
+        Err(_) => remember(&Error::internal("a panic was caught; this is a bug in oeq-native")),
+    }
+}
+
+/// # Safety
+/// `pointer` is null or a NUL-terminated text that lives as long as the reference is used.
+unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a str> {
+    if pointer.is_null() {
+        return Err(null(name));
+    }
+    // SAFETY: by the function's contract.
+    unsafe { CStr::from_ptr(pointer) }.to_str().map_err(|_| Error::invalid(format!("argument `{name}` is not UTF-8")))
+}
+
+fn null(name: &str) -> Error {
+    Error::invalid(format!("argument `{name}` is NULL"))
+}
+
+/// Copies `full` to a caller whose structure may be shorter than ours: fields are only ever added at the end.
+///
+/// # Safety
+/// `out` is null or points to a structure whose first word is its size, and which is at least that large.
+unsafe fn fill<T: Copy>(out: *mut T, name: &str, full: impl FnOnce(u64) -> Result<T>) -> Result<()> {
+    if out.is_null() {
+        return Err(null(name));
+    }
+    // SAFETY: by the function's contract the first word is the size.
+    let size = unsafe { out.cast::<u64>().read() };
+    let filled = usize::try_from(size).unwrap_or(usize::MAX).min(size_of::<T>());
+    if filled < size_of::<u64>() {
+        return Err(Error::invalid(format!("`{name}->struct_size` is {size}; set it to the size of the structure")));
+    }
+    let full = full(filled as u64)?;
+    // SAFETY: the caller's structure holds at least `filled` bytes.
+    unsafe { ptr::copy_nonoverlapping((&raw const full).cast::<u8>(), out.cast::<u8>(), filled) };
+    Ok(())
+}
+
+/// The text of this thread's last failure; never null.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_last_error() -> *const c_char {
+    LAST_ERROR.try_with(|last| last.try_borrow().map_or(c"".as_ptr(), |last| last.as_ptr())).unwrap_or(c"".as_ptr())
+}
+
+/// The library's version.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+struct Tables {
+    layout2: FfiHandlerTable2,
+    layout3: FfiHandlerTable3,
+}
+
+// SAFETY: the tables point to leaked or static data that never changes, but for the type id, which hosts write.
+unsafe impl Send for Tables {}
+// SAFETY: as above.
+unsafe impl Sync for Tables {}
+
+fn tables() -> Result<&'static Tables> {
+    static TABLES: OnceLock<Result<Tables>> = OnceLock::new();
+    TABLES
+        .get_or_init(|| {
+            let table = registry::table()?;
+            let address = |stage: Option<ffi::Handler>| stage.map_or(ptr::null_mut(), |stage| stage as *mut c_void);
+            let handlers: Vec<FfiHandler> = table
+                .entries
+                .iter()
+                .map(|entry| FfiHandler {
+                    name: entry.c_name.as_ptr(),
+                    instantiate: address(entry.descriptor.bundle.instantiate),
+                    prepare: address(entry.descriptor.bundle.prepare),
+                    initialize: address(entry.descriptor.bundle.initialize),
+                    execute: address(entry.descriptor.bundle.execute),
+                    traits: entry.descriptor.traits,
+                })
+                .collect();
+            let handler_count = u32::try_from(handlers.len()).map_err(|_| Error::internal("too many targets"))?;
+            let handlers = Vec::leak(handlers).as_ptr();
+            let types: &[FfiType] = Vec::leak(vec![FfiType {
+                name: types::name().as_ptr(),
+                type_id: types::TABLE_TYPE_ID.address().cast(),
+                type_info: (&raw const types::TYPE_INFO).cast(),
+            }]);
+            Ok(Tables {
+                layout2: FfiHandlerTable2 { abi_version: 2, handler_count, handlers },
+                layout3: FfiHandlerTable3 {
+                    abi_version: 3,
+                    type_count: 1,
+                    types: types.as_ptr(),
+                    handler_count,
+                    handlers,
+                },
+            })
+        })
+        .as_ref()
+        .map_err(Clone::clone)
+}
+
+/// The handler table in its newest layout, or null.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_ffi_handler_table() -> *const FfiHandlerTable3 {
+    value(|| Ok(&raw const tables()?.layout3))
+}
+
+/// The handler table in the layout asked for, or null.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_ffi_handler_table_for(abi_version: u32) -> *const c_void {
+    value(|| match abi_version {
+        2 => Ok((&raw const tables()?.layout2).cast()),
+        3 => Ok((&raw const tables()?.layout3).cast()),
+        other => Err(Error::new(
+            Code::Unimplemented,
+            format!("handler table layout {other} does not exist; this library has 2 and {FFI_ABI_VERSION}"),
+        )),
+    })
+}
+
+/// Registers every target in an XLA.
+///
+/// # Safety
+/// `api` is null or an XLA FFI api table; `platform` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_register_ffi(api: *const ffi::Api, platform: *const c_char) -> Status {
+    boundary(|| {
+        // SAFETY: by this function's contract.
+        let api = unsafe { Api::from_raw(api) }.ok_or_else(|| null("api"))??;
+        // SAFETY: by this function's contract.
+        register::register(api, Platform::parse(unsafe { text(platform, "platform") }?)?)
+    })
+}
+
+/// [`oeq_register_ffi`] under the name that connectors look up: 0 is success.
+///
+/// # Safety
+/// As for [`oeq_register_ffi`].
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "the name is fixed by the connectors that look it up")]
+pub unsafe extern "C" fn RegisterFFi(api: *const ffi::Api, platform: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    unsafe { oeq_register_ffi(api, platform) }
+}
+
+/// Sets an option.
+///
+/// # Safety
+/// Both arguments are null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_configure(key: *const c_char, value: *const c_char) -> Status {
+    // SAFETY: by this function's contract.
+    boundary(|| unsafe { runtime::configure(text(key, "key")?, text(value, "value")?) })
+}
+
+/// Counters since the process began.
+///
+/// # Safety
+/// `stats` is null or points to an `OeqStats` whose `struct_size` is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_get_stats(stats: *mut FfiStats) -> Status {
+    boundary(|| {
+        // SAFETY: by this function's contract.
+        unsafe {
+            fill(stats, "stats", |struct_size| {
+                let now = Runtime::global()?.stats();
+                Ok(FfiStats {
+                    struct_size,
+                    kernels_interned: now.kernels_interned,
+                    kernels_shared: now.kernels_shared,
+                    compiled: now.compiled,
+                    failed: now.failed,
+                    loaded: now.loaded,
+                    launches: now.launches,
+                })
+            })
+        }
+    })
+}
+
+/// The driver for what is asked outside of XLA's calls.
+fn devices() -> &'static Cuda {
+    static DEVICES: OnceLock<Cuda> = OnceLock::new();
+    DEVICES.get_or_init(Cuda::default)
+}
+
+fn device_properties(ordinal: i32) -> Result<DeviceProperties> {
+    match std::env::var("OEQ_DEVICE") {
+        Ok(description) if !description.is_empty() => {
+            known::describe(&description).map_err(|error| error.context("environment variable OEQ_DEVICE"))
+        }
+        Err(std::env::VarError::NotUnicode(_)) => Err(Error::invalid("environment variable OEQ_DEVICE is not UTF-8")),
+        _ => {
+            let ordinal = u32::try_from(ordinal)
+                .map_err(|_| Error::invalid(format!("device ordinal is {ordinal}; expected 0 or more")))?;
+            devices().properties(ordinal).map_err(|error| match error.code() {
+                Code::FailedPrecondition => Error::new(
+                    error.code(),
+                    format!(
+                        "{} (to export a model for a device that is not here, name it: OEQ_DEVICE=H200)",
+                        error.message()
+                    ),
+                ),
+                _ => error,
+            })
+        }
+    }
+}
+
+/// Properties of a device, or of the one that `OEQ_DEVICE` names.
+///
+/// # Safety
+/// `properties` is null or points to an `OeqDeviceProperties` whose `struct_size` is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_device_properties(ordinal: i32, properties: *mut FfiDeviceProperties) -> Status {
+    boundary(|| {
+        // SAFETY: by this function's contract.
+        unsafe {
+            fill(properties, "properties", |struct_size| {
+                let found = device_properties(ordinal)?;
+                let mut name = [0_u8; 256];
+                let length = found.name.len().min(name.len() - 1);
+                name[..length].copy_from_slice(&found.name.as_bytes()[..length]);
+                Ok(FfiDeviceProperties {
+                    struct_size,
+                    name,
+                    compute_major: found.compute_major,
+                    compute_minor: found.compute_minor,
+                    multiprocessor_count: found.multiprocessor_count,
+                    warp_size: found.warp_size,
+                    shared_memory_per_block: found.shared_memory_per_block,
+                })
+            })
+        }
+    })
+}
+
+/// Makes a timer.
+///
+/// # Safety
+/// `timer` is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_timer_create(timer: *mut *mut Timer) -> Status {
+    boundary(|| {
+        if timer.is_null() {
+            return Err(null("timer"));
+        }
+        let made = Box::new(Timer::new(devices())?);
+        // SAFETY: by this function's contract.
+        unsafe { *timer = Box::into_raw(made) };
+        Ok(())
+    })
+}
+
+/// Records a timer's start.
+///
+/// # Safety
+/// `timer` is null or a live timer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_timer_start(timer: *mut Timer) -> Status {
+    // SAFETY: by this function's contract.
+    boundary(|| unsafe { timer.as_ref() }.ok_or_else(|| null("timer"))?.start())
+}
+
+/// Records a timer's end, waits, and writes the milliseconds since its start.
+///
+/// # Safety
+/// `timer` is null or a live timer; `milliseconds` is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_timer_stop(timer: *mut Timer, milliseconds: *mut f32) -> Status {
+    boundary(|| {
+        if milliseconds.is_null() {
+            return Err(null("milliseconds"));
+        }
+        // SAFETY: by this function's contract.
+        let elapsed = unsafe { timer.as_ref() }.ok_or_else(|| null("timer"))?.stop()?;
+        // SAFETY: by this function's contract.
+        unsafe { *milliseconds = elapsed };
+        Ok(())
+    })
+}
+
+/// Destroys a timer; null is nothing.
+///
+/// # Safety
+/// `timer` is null or a live timer that is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_timer_destroy(timer: *mut Timer) {
+    if !timer.is_null() {
+        // SAFETY: by this function's contract, it came from `oeq_timer_create`.
+        let timer = unsafe { Box::from_raw(timer) };
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(timer)));
+    }
+}
+
+/// Evicts the L2 cache.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_clear_l2_cache() -> Status {
+    boundary(|| cuda::clear_l2_cache(devices()))
+}

@@ -1,0 +1,302 @@
+//! One kernel, shared by every call site that uses it: its plan, its compilations per architecture, its modules per device,
+//! and the launchers that calls read.
+//!
+//! A launcher holds everything that a call of one derivative order needs on one device. Once made it is found without a
+//! lock: one `arc-swap` load and an index. Making it takes locks, and may compile and load.
+
+use std::sync::{Arc, Mutex};
+
+use arc_swap::{ArcSwap, Guard};
+use smallvec::SmallVec;
+
+use super::intern::Identity;
+use crate::compile::unit::{Cut, UnitIndex};
+use crate::compile::{Architecture, Artifact, Image, Program};
+use crate::config::CompileUnits;
+use crate::driver::{Function, FunctionSpec, Module};
+use crate::error::{Error, Result};
+use crate::layout::{Call, Family};
+use crate::payload::KernelPlan;
+use crate::runtime::Runtime;
+use crate::stats::bump;
+use crate::sync::lock;
+
+/// Derivative orders that a family may have: each has a launcher slot.
+pub const MAX_ORDERS: usize = 3;
+
+/// A unit loaded on a device.
+struct LoadedUnit {
+    module: Box<dyn Module>,
+    /// Entry points in the order of the module's functions.
+    entries: SmallVec<[&'static str; 2]>,
+}
+
+impl std::fmt::Debug for LoadedUnit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "LoadedUnit({:?})", self.entries)
+    }
+}
+
+/// One launch, resolved on a device.
+#[derive(Debug, Clone, Copy)]
+pub struct ResolvedLaunch {
+    /// The kernel.
+    pub function: Function,
+    /// The fix-up that follows it.
+    pub fixup: Option<Function>,
+}
+
+/// What a call of one derivative order needs on one device.
+#[derive(Debug)]
+pub struct Launcher {
+    /// One per launch of the call, in order.
+    pub launches: SmallVec<[ResolvedLaunch; 2]>,
+    /// Keeps the functions above loaded.
+    _units: SmallVec<[Arc<LoadedUnit>; 2]>,
+}
+
+type Slot = Arc<Mutex<Option<Arc<LoadedUnit>>>>;
+type ByOrdinal = Vec<Option<Arc<Launcher>>>;
+
+/// One kernel.
+#[derive(Debug)]
+pub struct Record {
+    family: &'static Family,
+    identity: Identity,
+    plan: KernelPlan,
+    cut: Cut,
+    artifacts: Mutex<Vec<(Architecture, UnitIndex, Arc<Artifact>)>>,
+    modules: Mutex<Vec<(u32, UnitIndex, Slot)>>,
+    launchers: [ArcSwap<ByOrdinal>; MAX_ORDERS],
+}
+
+impl Record {
+    pub(super) fn new(family: &'static Family, identity: Identity, plan: KernelPlan, policy: CompileUnits) -> Self {
+        let cut = Cut::of(family, &plan, policy);
+        Self {
+            family,
+            identity,
+            plan,
+            cut,
+            artifacts: Mutex::default(),
+            modules: Mutex::default(),
+            launchers: std::array::from_fn(|_| ArcSwap::from_pointee(Vec::new())),
+        }
+    }
+
+    /// The kernel's family.
+    #[must_use]
+    pub fn family(&self) -> &'static Family {
+        self.family
+    }
+
+    /// What it is equal by.
+    #[must_use]
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// The validated payload.
+    #[must_use]
+    pub fn plan(&self) -> &KernelPlan {
+        &self.plan
+    }
+
+    /// How it is cut for the compiler.
+    #[must_use]
+    pub fn cut(&self) -> &Cut {
+        &self.cut
+    }
+
+    /// The family's call of a derivative order.
+    ///
+    /// # Errors
+    /// The family has no such order.
+    pub fn call(&self, order: usize) -> Result<&'static Call> {
+        self.family.calls.get(order).filter(|_| order < MAX_ORDERS).ok_or_else(|| {
+            let orders: Vec<String> = (0..self.family.calls.len()).map(|order| order.to_string()).collect();
+            Error::invalid(format!(
+                "derivative is {order}; the family `{}` has {}",
+                self.family.name,
+                orders.join(", ")
+            ))
+        })
+    }
+
+    fn units_of(&self, call: &Call) -> SmallVec<[UnitIndex; 2]> {
+        call.launches.iter().map(|launch| self.cut.unit_of(launch, &self.plan)).collect()
+    }
+
+    /// Makes sure that what a call needs is being compiled for an architecture. What failed before is tried again.
+    ///
+    /// # Errors
+    /// The family has no such derivative order.
+    pub fn schedule(self: &Arc<Self>, runtime: &Runtime, order: usize, architecture: Architecture) -> Result<()> {
+        for unit in self.units_of(self.call(order)?) {
+            self.artifact(runtime, unit, architecture, true);
+        }
+        Ok(())
+    }
+
+    fn artifact(
+        self: &Arc<Self>,
+        runtime: &Runtime,
+        unit: UnitIndex,
+        architecture: Architecture,
+        retry: bool,
+    ) -> Arc<Artifact> {
+        let mut artifacts = lock(&self.artifacts);
+        let known = artifacts.iter_mut().find(|(a, u, _)| (*a, *u) == (architecture, unit));
+        if let Some((_, _, artifact)) = &known {
+            if !(retry && artifact.is_lost()) {
+                return Arc::clone(artifact);
+            }
+        }
+        let weight = self.plan.source.len() as u64 * u64::from(self.cut.units[unit].cost);
+        let record = Arc::clone(self);
+        let compiler = Arc::clone(&runtime.compiler);
+        let counters = Arc::clone(&runtime.counters);
+        let artifact = Artifact::start(&runtime.pool, weight, move || {
+            let outcome = record.compile(&*compiler, unit, architecture);
+            bump(if outcome.is_ok() { &counters.compiled } else { &counters.failed });
+            outcome
+        });
+        match known {
+            Some(entry) => entry.2 = Arc::clone(&artifact),
+            None => artifacts.push((architecture, unit, Arc::clone(&artifact))),
+        }
+        artifact
+    }
+
+    fn compile(
+        &self,
+        compiler: &dyn crate::compile::Compiler,
+        unit: UnitIndex,
+        architecture: Architecture,
+    ) -> Result<Image> {
+        let unit = &self.cut.units[unit];
+        let entry_points: SmallVec<[&str; 8]> = unit.entries.iter().map(|entry| entry.name).collect();
+        let text = self.cut.text(unit, &self.plan);
+        compiler.compile(&Program {
+            name: &format!("oeq_{}_{}.cu", self.family.name, entry_points.first().unwrap_or(&"kernel")),
+            source: &text,
+            architecture,
+            entry_points: &entry_points,
+            extra_options: &[],
+        })
+    }
+
+    /// The launcher of a call on a device, if it was made. Takes no lock.
+    #[inline]
+    pub fn launcher(&self, order: usize, ordinal: u32) -> Option<Ready> {
+        let guard = self.launchers.get(order)?.load();
+        matches!(guard.get(ordinal as usize), Some(Some(_))).then_some(Ready { guard, ordinal })
+    }
+
+    /// Makes the launcher of a call on a device. With `wait`, waits for the compiler; without, answers `false` when
+    /// something is not compiled yet.
+    ///
+    /// # Errors
+    /// No driver or no such device; the compilation failed; the image does not load there.
+    pub fn prepare(self: &Arc<Self>, runtime: &Runtime, order: usize, ordinal: u32, wait: bool) -> Result<bool> {
+        let call = self.call(order)?;
+        let architectures = runtime.driver.architectures()?;
+        let architecture = *architectures.get(ordinal as usize).ok_or_else(|| {
+            Error::invalid(format!(
+                "device ordinal {ordinal} does not exist; this process sees {}",
+                architectures.len()
+            ))
+        })?;
+        let indices = self.units_of(call);
+        // All of them are put to work before the first is waited for.
+        let artifacts: SmallVec<[Arc<Artifact>; 2]> =
+            indices.iter().map(|unit| self.artifact(runtime, *unit, architecture, false)).collect();
+        let mut units: SmallVec<[Arc<LoadedUnit>; 2]> = SmallVec::new();
+        for (index, artifact) in indices.iter().zip(&artifacts) {
+            let image = match artifact.peek() {
+                Some(outcome) => outcome?,
+                None if wait => artifact.wait(&runtime.pool)?,
+                None => return Ok(false),
+            };
+            units.push(self.load(runtime, *index, ordinal, &image)?);
+        }
+        let mut resolved = SmallVec::new();
+        for (launch, unit) in call.launches.iter().zip(&units) {
+            let find = |entry: &str| {
+                let index = unit.entries.iter().position(|name| *name == entry);
+                index.and_then(|index| unit.module.function(index)).ok_or_else(|| {
+                    Error::internal(format!("entry point `{entry}` is not in the unit that was loaded for it"))
+                })
+            };
+            let fixup = launch.fixup.as_ref().filter(|_| self.plan.deterministic);
+            resolved.push(ResolvedLaunch {
+                function: find(launch.entry)?,
+                fixup: fixup.map(|fixup| find(fixup.entry)).transpose()?,
+            });
+        }
+        let launcher = Arc::new(Launcher { launches: resolved, _units: units });
+        self.launchers[order].rcu(|current| {
+            let mut next = ByOrdinal::clone(current);
+            if next.len() <= ordinal as usize {
+                next.resize(ordinal as usize + 1, None);
+            }
+            next[ordinal as usize].get_or_insert_with(|| Arc::clone(&launcher));
+            next
+        });
+        Ok(true)
+    }
+
+    fn load(&self, runtime: &Runtime, unit: UnitIndex, ordinal: u32, image: &Image) -> Result<Arc<LoadedUnit>> {
+        let slot = {
+            let mut modules = lock(&self.modules);
+            if let Some((_, _, slot)) = modules.iter().find(|(o, u, _)| (*o, *u) == (ordinal, unit)) {
+                Arc::clone(slot)
+            } else {
+                let slot = Slot::default();
+                modules.push((ordinal, unit, Arc::clone(&slot)));
+                slot
+            }
+        };
+        // Devices load side by side; two threads that want the same unit on one device load it once.
+        let mut slot = lock(&slot);
+        if let Some(loaded) = &*slot {
+            return Ok(Arc::clone(loaded));
+        }
+        let entries = &self.cut.units[unit].entries;
+        let specs = entries
+            .iter()
+            .map(|entry| {
+                let symbol = image.symbols.iter().find(|(name, _)| name == entry.name).ok_or_else(|| {
+                    Error::internal(format!("the compiled image does not name entry point `{}`", entry.name))
+                })?;
+                Ok(FunctionSpec { entry: entry.name, symbol: &symbol.1, shared_bytes: entry.shared_bytes })
+            })
+            .collect::<Result<SmallVec<[FunctionSpec<'_>; 8]>>>()?;
+        let module = runtime.driver.load(ordinal, image, &specs)?;
+        bump(&runtime.counters.loaded);
+        let loaded = Arc::new(LoadedUnit { module, entries: entries.iter().map(|entry| entry.name).collect() });
+        *slot = Some(Arc::clone(&loaded));
+        Ok(loaded)
+    }
+}
+
+/// A launcher that is there: holds it for the length of a call without counting.
+pub struct Ready {
+    guard: Guard<Arc<ByOrdinal>>,
+    ordinal: u32,
+}
+
+impl Ready {
+    /// The launcher.
+    #[inline]
+    #[must_use]
+    pub fn get(&self) -> Option<&Launcher> {
+        self.guard.get(self.ordinal as usize)?.as_deref()
+    }
+}
+
+impl std::fmt::Debug for Ready {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Ready({})", self.ordinal)
+    }
+}

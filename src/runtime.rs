@@ -1,0 +1,138 @@
+//! The runtime of a process: configuration, device backend, compiler, worker pool, records and counters.
+//!
+//! There is one, made at the first use. A program may put in its own before that, with another backend or other options.
+
+use std::sync::{Arc, Mutex, OnceLock};
+
+use crate::compile::{Architecture, Compiler, NvrtcCompiler, Pool};
+use crate::config::Config;
+use crate::driver::Driver;
+use crate::driver::cuda::Cuda;
+use crate::error::{Error, Result};
+use crate::kernel::{Interner, Payload, Record};
+use crate::layout::Family;
+use crate::stats::{Counters, Stats};
+use crate::sync::lock;
+
+/// Everything that call sites share.
+pub struct Runtime {
+    pub(crate) config: Config,
+    pub(crate) driver: Box<dyn Driver>,
+    pub(crate) compiler: Arc<dyn Compiler>,
+    pub(crate) pool: Pool,
+    pub(crate) counters: Arc<Counters>,
+    interner: Interner,
+}
+
+impl std::fmt::Debug for Runtime {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Runtime").field("config", &self.config).field("pool", &self.pool).finish_non_exhaustive()
+    }
+}
+
+static GLOBAL: OnceLock<Result<Runtime>> = OnceLock::new();
+/// Options that the program set before the runtime started.
+static OPTIONS: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
+
+/// Sets one option of the process's runtime; it wins over the environment.
+///
+/// # Errors
+/// The runtime has started, the key is unknown, or the value cannot be.
+pub fn configure(key: &str, value: &str) -> Result<()> {
+    Config::default().set(key, value)?;
+    let mut options = lock(&OPTIONS);
+    if GLOBAL.get().is_some() {
+        return Err(Error::precondition(format!(
+            "option `{key}` was set after the runtime had started; set options before the first model is compiled"
+        )));
+    }
+    options.push((key.to_owned(), value.to_owned()));
+    Ok(())
+}
+
+impl Runtime {
+    /// A runtime of the given parts.
+    #[must_use]
+    pub fn new(config: Config, driver: Box<dyn Driver>, compiler: Arc<dyn Compiler>) -> Self {
+        let pool = Pool::new(config.compile_threads);
+        Self { config, driver, compiler, pool, counters: Arc::default(), interner: Interner::default() }
+    }
+
+    /// The process's runtime, on CUDA and NVRTC unless the program put in another.
+    ///
+    /// # Errors
+    /// The configuration has a value that cannot be; every call says so.
+    #[inline]
+    pub fn global() -> Result<&'static Self> {
+        match GLOBAL.get() {
+            Some(Ok(runtime)) => Ok(runtime),
+            _ => Self::start(),
+        }
+    }
+
+    #[cold]
+    fn start() -> Result<&'static Self> {
+        GLOBAL
+            .get_or_init(|| {
+                let mut config = Config::from_environment()?;
+                for (key, value) in lock(&OPTIONS).iter() {
+                    config.set(key, value)?;
+                }
+                let compiler = Arc::new(NvrtcCompiler::new(config.nvrtc.clone()));
+                Ok(Self::new(config, Box::new(Cuda::default()), compiler))
+            })
+            .as_ref()
+            .map_err(Clone::clone)
+    }
+
+    /// Makes `runtime` the process's.
+    ///
+    /// # Errors
+    /// There is one already.
+    pub fn install(runtime: Self) -> Result<&'static Self> {
+        if GLOBAL.set(Ok(runtime)).is_err() {
+            return Err(Error::precondition("the process has a runtime already; install another before its first use"));
+        }
+        Self::global()
+    }
+
+    /// The record of a payload.
+    ///
+    /// # Errors
+    /// The payload is not valid for the family.
+    pub fn intern(&self, family: &'static Family, hash: i64, payload: Payload<'_>) -> Result<Arc<Record>> {
+        self.interner.intern(family, hash, payload, self.config.compile_units, &self.counters)
+    }
+
+    /// Puts what a call needs to work for every architecture that the process sees. Where there is no driver nothing is
+    /// known to compile for, and execute will say so.
+    ///
+    /// # Errors
+    /// The record's family has no such derivative order.
+    pub fn schedule(&self, record: &Arc<Record>, order: usize) -> Result<()> {
+        record.call(order)?;
+        let architectures = match self.driver.architectures() {
+            Ok(architectures) => architectures,
+            Err(error) => {
+                log::debug!("oeq-native: nothing to compile for yet: {error}");
+                return Ok(());
+            }
+        };
+        let mut distinct: Vec<Architecture> = architectures.to_vec();
+        distinct.sort_unstable();
+        distinct.dedup();
+        distinct.into_iter().try_for_each(|architecture| record.schedule(self, order, architecture))
+    }
+
+    /// The counters now.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.counters.snapshot()
+    }
+
+    /// The options in force.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+}
