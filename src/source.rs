@@ -985,7 +985,7 @@ __global__ void third(const REAL* __restrict__ a)
 
     #[test]
     fn deep_nesting_does_not_exhaust_the_stack() {
-        let depth = 1 << 20;
+        let depth = 1 << 16;
         for (open, close) in [("{", "}"), ("(", ")"), ("namespace n {", "}"), ("#if 1\n", "#endif\n")] {
             let source = format!("{}\n__global__ void a() {{}}\n{}", open.repeat(depth), close.repeat(depth));
             assert!(entry_points(&source).is_ok());

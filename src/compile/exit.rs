@@ -2,11 +2,12 @@
 //!
 //! `exit` destroys the compiler's static data while its threads still use it, and the process that wanted to end quietly
 //! dies of a segmentation fault instead. So every compilation is counted, and a handler that runs at exit before the
-//! compiler's own cleaning up refuses new ones and waits for those that run. NVRTC can be asked to stop half-way
-//! (`nvrtcSetFlowCallback`), but up to version 13.5 that itself aborts or hangs now and then, so the wait is to the end.
+//! compiler's own cleaning up refuses new ones and waits for those that run. Newer compilers can be stopped half-way:
+//! they ask [`leaving`], and the wait is a fraction of a second. Older ones end what they have begun, which takes seconds.
 //!
 //! Exit handlers run in the opposite order of their registration. [`watch`] must therefore come after the compiler was
-//! loaded *and* has compiled something once, since it registers some of its cleaning up as late as that.
+//! loaded *and* has compiled something for the architecture in question, since it registers some of its cleaning up as
+//! late as that.
 
 use std::process;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::sys;
 use crate::error::{Code, Error, Result};
 
-/// The longest that exit is held up: well above the time of the largest program.
+/// The longest that exit is held up, for compilers that cannot be stopped: well above the time of the largest program.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 static LEAVING: AtomicBool = AtomicBool::new(false);
@@ -35,10 +36,7 @@ impl Running {
         let _ = RUNNING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |old| Some((own | count(old, own)) + 1));
         let running = Self(());
         // Counted first and asked afterwards, while the handler says first and counts afterwards: one sees the other.
-        if LEAVING.load(Ordering::SeqCst) {
-            return Err(Error::new(Code::Unavailable, "not compiled: the process is ending"));
-        }
-        Ok(running)
+        if leaving() { Err(ending()) } else { Ok(running) }
     }
 }
 
@@ -50,7 +48,17 @@ impl Drop for Running {
     }
 }
 
-/// Makes exit wait from now on. May be called again for another compiler; waiting twice costs nothing.
+/// Whether the process is ending, so that no compilation should go on.
+pub(super) fn leaving() -> bool {
+    LEAVING.load(Ordering::SeqCst)
+}
+
+/// What becomes of a compilation in a process that is ending.
+pub(super) fn ending() -> Error {
+    Error::new(Code::Unavailable, "not compiled: the process is ending")
+}
+
+/// Makes exit wait from now on. May be called again, after more was registered; waiting twice costs nothing.
 pub(super) fn watch() {
     if !sys::at_exit(wait) {
         log::debug!("oeq-native: no room for an exit handler: ending the process while compiling may crash it");

@@ -18,6 +18,7 @@ use std::fs;
 use std::mem::{self, ManuallyDrop};
 use std::path::{Path, PathBuf};
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
 
@@ -38,6 +39,20 @@ const INSTALL: &str = "to get one: `pip install nvidia-cuda-nvrtc` (CUDA 13) or 
 
 /// The longest compiler log that is kept, in bytes: head and tail, where the first error and the summary are.
 const MAX_LOG_BYTES: usize = 64 << 10;
+
+/// The architecture of the H100 and H200.
+const HOPPER: Architecture = Architecture { major: 9, minor: 0 };
+
+/// A small program that uses what kernels use.
+const TRIAL: &str = "
+__global__ void trial(unsigned long n, float *x, double *y) {
+    extern __shared__ float shared[];
+    for (unsigned long i = threadIdx.x; i < n; i += blockDim.x) shared[i] = x[i] / y[i];
+    __syncwarp();
+    atomicAdd(x, __shfl_down_sync(0xffffffffu, shared[threadIdx.x], 1));
+    atomicAdd(y, (double)shared[0]);
+}
+";
 
 /// One thing to compile: a whole program for one architecture.
 #[derive(Debug, Clone, Copy)]
@@ -79,6 +94,8 @@ type Status = c_int;
 /// `nvrtcProgram`, an opaque handle.
 type RawProgram = *mut c_void;
 type Strings = *const *const c_char;
+/// Called by the compiler now and then, from any thread; 1 stops the compilation, 0 lets it go on.
+type FlowCallback = extern "C" fn(*mut c_void, *mut c_void) -> c_int;
 
 const SUCCESS: Status = 0;
 const OUT_OF_MEMORY: Status = 1;
@@ -102,6 +119,8 @@ struct Functions {
     cubin_size: unsafe extern "C" fn(RawProgram, *mut usize) -> Status,
     cubin: unsafe extern "C" fn(RawProgram, *mut c_char) -> Status,
     lowered_name: unsafe extern "C" fn(RawProgram, *const c_char, *mut *const c_char) -> Status,
+    /// In newer versions (12.9 has it, 12.4 does not); older ones cannot be stopped.
+    set_flow_callback: Option<unsafe extern "C" fn(RawProgram, FlowCallback, *mut c_void) -> Status>,
 }
 
 impl Functions {
@@ -127,6 +146,7 @@ impl Functions {
             cubin_size: symbol(library, c"nvrtcGetCUBINSize")?,
             cubin: symbol(library, c"nvrtcGetCUBIN")?,
             lowered_name: symbol(library, c"nvrtcGetLoweredName")?,
+            set_flow_callback: symbol(library, c"nvrtcSetFlowCallback").ok(),
         })
     }
 }
@@ -137,6 +157,8 @@ pub struct Nvrtc {
     version: (i32, i32),
     path: PathBuf,
     architectures: Vec<Architecture>,
+    /// For each architecture, whether [`Nvrtc::prepare`] is done with it.
+    prepared: Vec<AtomicBool>,
     /// Held for ever, see the module's text.
     _library: ManuallyDrop<Library>,
 }
@@ -157,7 +179,7 @@ impl Nvrtc {
         if let Some(path) = explicit {
             return search.explicit(path).ok_or_else(|| {
                 Error::precondition(format!(
-                    "OEQ_NVRTC names {}, which is not a usable NVRTC (needed: version {OLDEST_MAJOR} or 13):{}\n{INSTALL}",
+                    "{}, given as OEQ_NVRTC, is no usable NVRTC (needed: version {OLDEST_MAJOR} or 13):{}\n{INSTALL}",
                     path.display(),
                     search.failures()
                 ))
@@ -184,6 +206,13 @@ impl Nvrtc {
         &self.path
     }
 
+    /// Whether `--split-compile`, several threads for one program, does anything here. Version 12.0 accepts and ignores
+    /// it; 12.4 puts a complaint about it into the log, and does it all the same.
+    #[must_use]
+    pub const fn splits(&self) -> bool {
+        self.version.0 > 12 || self.version.1 >= 1
+    }
+
     /// Every architecture that this NVRTC makes code for, ascending.
     #[must_use]
     pub fn architectures(&self) -> &[Architecture] {
@@ -201,7 +230,11 @@ impl Nvrtc {
     /// lacks its companion library, `RESOURCE_EXHAUSTED` if it ran out of memory, `INTERNAL` for whatever else it
     /// answers.
     pub fn compile(&self, program: &Program<'_>) -> Result<Image> {
-        self.compile_inner(program).map_err(|error| {
+        let compiled = self.index_of(program.architecture).and_then(|index| {
+            self.prepare(index)?;
+            self.compile_inner(program)
+        });
+        compiled.map_err(|error| {
             error.context(format_args!(
                 "compiling {:?} for {} with NVRTC {}.{} ({})",
                 program.name,
@@ -213,19 +246,40 @@ impl Nvrtc {
         })
     }
 
-    /// Compiles an almost empty program, a few hundredths of a second: a library without its companion is found out while
-    /// there are other places to try, and what NVRTC registers for exit is registered before ours.
-    fn prove(&self) -> std::result::Result<(), String> {
-        let Some(&architecture) = self.architectures.last() else {
-            return Err("knows no architecture".to_owned());
+    /// Makes sure that the process may end during a compilation for an architecture: see [`exit::watch`]. What NVRTC
+    /// registers for exit as late as its first compilation depends on the architecture, so each is tried once, with a
+    /// small program that takes a few hundredths of a second.
+    ///
+    /// Threads that come here together all try. Waiting for one of them would take as long, and need a lock.
+    fn prepare(&self, index: usize) -> Result<()> {
+        let (Some(&architecture), Some(prepared)) = (self.architectures.get(index), self.prepared.get(index)) else {
+            return Err(Error::internal("an architecture outside the list of NVRTC"));
         };
-        let source = "__global__ void trial() {}";
-        let program = Program { name: "trial", source, architecture, entry_points: &["trial"], extra_options: &[] };
-        self.compile_inner(&program).map(drop).map_err(|error| error.to_string())
+        if !prepared.load(Ordering::Acquire) {
+            // For an end of the process during the trial itself: not all that could be wished for, but most of it.
+            exit::watch();
+            let entry_points = &["trial"];
+            self.compile_inner(&Program {
+                name: "trial",
+                source: TRIAL,
+                architecture,
+                entry_points,
+                extra_options: &[],
+            })?;
+            exit::watch();
+            prepared.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// A library that cannot compile is found out while there are other places to try.
+    fn prove(&self) -> std::result::Result<(), String> {
+        // Any would do; Hopper is what is most likely asked for next, and saves that a trial of its own.
+        let index = self.architectures.iter().position(|&known| known == HOPPER).unwrap_or(0);
+        self.prepare(index).map_err(|error| format!("cannot compile: {}", error.message()))
     }
 
     fn compile_inner(&self, program: &Program<'_>) -> Result<Image> {
-        self.check_architecture(program.architecture)?;
         let name = c_string("the program's name", program.name)?;
         let source = c_string("the program", program.source)?;
         let entry_points: Vec<CString> =
@@ -243,7 +297,7 @@ impl Nvrtc {
         let status = handle.compile(&options);
         let log = handle.log();
         if status != SUCCESS {
-            return Err(self.compile_error(status, &options, &log));
+            return Err(if exit::leaving() { exit::ending() } else { self.compile_error(status, &options, &log) });
         }
         let mut symbols = Vec::with_capacity(entry_points.len());
         for (wanted, entry_point) in program.entry_points.iter().zip(&entry_points) {
@@ -252,9 +306,9 @@ impl Nvrtc {
         Ok(Image { code: handle.cubin()?, symbols, log })
     }
 
-    fn check_architecture(&self, architecture: Architecture) -> Result<()> {
-        if self.architectures.binary_search(&architecture).is_ok() {
-            return Ok(());
+    fn index_of(&self, architecture: Architecture) -> Result<usize> {
+        if let Ok(index) = self.architectures.binary_search(&architecture) {
+            return Ok(index);
         }
         let known: Vec<String> = self.architectures.iter().map(ToString::to_string).collect();
         let highest = known.last().map_or("none", String::as_str);
@@ -279,9 +333,11 @@ impl Nvrtc {
         if status == BUILTINS_FAILED || log.contains("libnvrtc-builtins") {
             let (major, minor) = self.version;
             let folder = self.path.parent().unwrap_or(Path::new("")).display();
+            let wheel = if major == 12 { "nvidia-cuda-nvrtc-cu12" } else { "nvidia-cuda-nvrtc" };
             return Error::precondition(format!(
                 "{told}: NVRTC could not open its companion libnvrtc-builtins.so.{major}.{minor}, of the same version, \
-                 which belongs beside it in {folder}; reinstall NVRTC as a whole, {INSTALL}\n{log}"
+                 which belongs beside it in {folder}; install NVRTC anew, as a whole: `pip install --force-reinstall \
+                 {wheel}`\n{log}"
             ));
         }
         match status {
@@ -334,7 +390,13 @@ impl<'a> Handle<'a> {
         let status =
             unsafe { (functions.create)(&raw mut raw, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null()) };
         functions.check(status, "nvrtcCreateProgram")?;
-        Ok(Self { functions, raw })
+        let handle = Self { functions, raw };
+        if let Some(set) = functions.set_flow_callback {
+            // SAFETY: the handle is live; the callback is a plain function that any thread may call at any time and that
+            // ignores its arguments. Being refused costs nothing but a longer wait at exit.
+            unsafe { set(handle.raw, stop_at_exit, ptr::null_mut()) };
+        }
+        Ok(handle)
     }
 
     fn add_name(&self, name: &CStr) -> Result<()> {
@@ -407,6 +469,10 @@ impl Drop for Handle<'_> {
     }
 }
 
+extern "C" fn stop_at_exit(_payload: *mut c_void, _reserved: *mut c_void) -> c_int {
+    c_int::from(exit::leaving())
+}
+
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|error| {
         Error::invalid(format!(
@@ -457,7 +523,10 @@ impl Search {
                 self.failed(path.display().to_string(), error.to_string());
                 None
             }
-            Ok(data) if data.is_dir() => LIBRARY_FOLDERS.iter().find_map(|below| self.folder(&path.join(below))),
+            Ok(data) if data.is_dir() => {
+                let folders: Vec<PathBuf> = existing(LIBRARY_FOLDERS.iter().map(|below| path.join(below)));
+                folders.iter().find_map(|folder| self.folder(folder))
+            }
             Ok(_) => self.file(&path),
         }
     }
@@ -543,9 +612,16 @@ fn load(name: &OsStr) -> std::result::Result<Nvrtc, String> {
     let architectures = supported(&functions)?;
     let path = sys::file_of(functions.version as *const c_void).unwrap_or_else(|| PathBuf::from(name));
     preload_builtins(&path, (major, minor));
-    let nvrtc = Nvrtc { functions, version: (major, minor), path, architectures, _library: ManuallyDrop::new(library) };
+    let prepared = architectures.iter().map(|_| AtomicBool::new(false)).collect();
+    let nvrtc = Nvrtc {
+        functions,
+        version: (major, minor),
+        path,
+        architectures,
+        prepared,
+        _library: ManuallyDrop::new(library),
+    };
     nvrtc.prove()?;
-    exit::watch();
     Ok(nvrtc)
 }
 
@@ -726,4 +802,212 @@ fn sorted_children(folder: &Path, wanted: impl Fn(&str) -> bool) -> Vec<PathBuf>
 fn existing(folders: impl IntoIterator<Item = PathBuf>) -> Vec<PathBuf> {
     let mut seen = HashSet::new();
     folders.into_iter().filter(|folder| folder.is_dir() && seen.insert(folder.clone())).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    /// A directory of its own for one test, removed at its end.
+    struct Tree(PathBuf);
+
+    impl Tree {
+        fn new() -> Self {
+            static COUNT: AtomicU32 = AtomicU32::new(0);
+            let number = COUNT.fetch_add(1, Ordering::Relaxed);
+            let root = env::temp_dir().join(format!("oeq-native-nvrtc-{}-{number}", std::process::id()));
+            fs::create_dir(&root).unwrap();
+            Self(root)
+        }
+
+        fn path(&self, below: &str) -> PathBuf {
+            self.0.join(below)
+        }
+
+        fn file(&self, below: &str) -> PathBuf {
+            let path = self.path(below);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, "not a library").unwrap();
+            path
+        }
+    }
+
+    impl Drop for Tree {
+        fn drop(&mut self) {
+            fs::remove_dir_all(&self.0).unwrap();
+        }
+    }
+
+    /// Surroundings below a tree; the variables are paths in it.
+    fn around<'a>(tree: &Tree, variable: &'a dyn Fn(&str) -> Option<OsString>) -> Surroundings<'a> {
+        Surroundings { variable, toolkits: tree.path("local"), programs: Vec::new(), own_file: None }
+    }
+
+    #[test]
+    fn the_options_are_those_that_fix_the_numbers_and_then_the_extra_ones() {
+        let extra = ["--split-compile=0".to_owned()];
+        let options = options(Architecture { major: 9, minor: 0 }, &extra);
+        assert_eq!(options, ["--std=c++17", "-arch=sm_90", "--use_fast_math", "--split-compile=0"]);
+    }
+
+    #[test]
+    fn names_of_libraries_are_told_from_others() {
+        let version = |name: &str| version_in_name(OsStr::new(name));
+        assert_eq!(version("libnvrtc.so"), Some(vec![]));
+        assert_eq!(version("libnvrtc.so.13"), Some(vec![13]));
+        assert_eq!(version("libnvrtc.so.12.4.127"), Some(vec![12, 4, 127]));
+        let others = [
+            "libnvrtc-builtins.so.13.5",
+            "libnvrtc.alt.so.12",
+            "libnvrtc.so.13 (deleted)",
+            "libnvrtc.so.",
+            "nvrtc",
+            "libnvrtc.so.x",
+            "libnvrtc.sox",
+        ];
+        for name in others {
+            assert_eq!(version(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_highest_version_of_a_directory_comes_first() {
+        let tree = Tree::new();
+        for name in ["libnvrtc.so", "libnvrtc.so.9", "libnvrtc.so.13", "libnvrtc.so.12.4.127", "libnvrtc.alt.so.13"] {
+            tree.file(name);
+        }
+        let names = ["libnvrtc.so.13", "libnvrtc.so.12.4.127", "libnvrtc.so.9", "libnvrtc.so"];
+        assert_eq!(libraries_in(&tree.0).unwrap(), names.map(|name| tree.path(name)));
+    }
+
+    #[test]
+    fn what_is_loaded_is_read_from_the_map_once_each() {
+        let maps = b"7f00-7f01 r-xp 00000000 08:01 42      /a b/libnvrtc.so.12\n\
+                     7f01-7f02 r--p 00001000 08:01 42      /a b/libnvrtc.so.12\n\
+                     7f02-7f03 r-xp 00000000 08:01 43      /c/libnvrtc.so.13\n\
+                     7f03-7f04 r-xp 00000000 08:01 44      /d/libnvrtc.so.13 (deleted)\n\
+                     7f04-7f05 r-xp 00000000 08:01 45      /c/libnvrtc-builtins.so.13.5\n\
+                     7f05-7f06 rw-p 00000000 00:00 0\n\
+                     7ffd-7fff rw-p 00000000 00:00 0       [stack]\n";
+        assert_eq!(loaded_files(maps), [Path::new("/c/libnvrtc.so.13"), Path::new("/a b/libnvrtc.so.12")]);
+    }
+
+    #[test]
+    fn toolkits_are_looked_at_as_told_and_then_newest_first() {
+        let tree = Tree::new();
+        for folder in ["mine/lib64", "local/cuda-12.9/lib64", "local/cuda-13.0/targets/x86_64-linux/lib", "local/bin"] {
+            fs::create_dir_all(tree.path(folder)).unwrap();
+        }
+        symlink(tree.path("local/cuda-13.0"), tree.path("local/cuda")).unwrap();
+        let mine = tree.path("mine").into_os_string();
+        let variable = |name: &str| (name == "CUDA_PATH").then(|| mine.clone());
+        let expected = [
+            "mine/lib64",
+            "local/cuda-13.0/targets/x86_64-linux/lib",
+            "local/cuda-12.9/lib64",
+            "local/cuda/targets/x86_64-linux/lib",
+        ];
+        assert_eq!(cuda_folders(&around(&tree, &variable)), expected.map(|folder| tree.path(folder)));
+    }
+
+    #[test]
+    fn wheels_are_found_beside_every_python() {
+        let tree = Tree::new();
+        let packages = |prefix: &str| format!("{prefix}/lib/python3.11/site-packages");
+        tree.file(&format!("{}/nvidia/cu13/lib/libnvrtc.so.13", packages("venv")));
+        tree.file(&format!("{}/nvidia/cublas/lib/libcublas.so.13", packages("venv")));
+        tree.file("conda/lib/libnvrtc.so.12");
+        tree.file(&format!("{}/nvidia/cuda_nvrtc/lib/libnvrtc.so.12", packages("running")));
+        tree.file(&format!("{}/nvidia/cu13/lib/libnvrtc.so.13", packages("real")));
+        tree.file("real/bin/python3.11");
+        fs::create_dir_all(tree.path("path/bin")).unwrap();
+        symlink(tree.path("real/bin/python3.11"), tree.path("path/bin/python3")).unwrap();
+        tree.file("own/site-packages/nvidia/cu13/lib/libnvrtc.so.13");
+        let own = tree.file("own/site-packages/oeq/liboeq_native.so");
+
+        let path = env::join_paths([tree.path("nowhere"), tree.path("path/bin")]).unwrap();
+        let variable = |name: &str| match name {
+            "VIRTUAL_ENV" => Some(tree.path("venv").into_os_string()),
+            "CONDA_PREFIX" => Some(tree.path("conda").into_os_string()),
+            "PATH" => Some(path.clone()),
+            _ => None,
+        };
+        let mut around = around(&tree, &variable);
+        around.programs = vec![tree.path("running/bin/python"), PathBuf::from("python")];
+        around.own_file = Some(own);
+        let found: HashSet<PathBuf> = wheel_folders(&around).into_iter().collect();
+        let expected = [
+            "conda/lib".to_owned(),
+            format!("{}/nvidia/cu13/lib", packages("venv")),
+            format!("{}/nvidia/cuda_nvrtc/lib", packages("running")),
+            format!("{}/nvidia/cu13/lib", packages("real")),
+            "own/site-packages/nvidia/cu13/lib".to_owned(),
+        ];
+        assert_eq!(found, expected.iter().map(|folder| tree.path(folder)).collect());
+    }
+
+    #[test]
+    fn a_search_goes_through_everything_and_remembers_why_it_failed() {
+        let tree = Tree::new();
+        let broken = tree.file("local/cuda-13.0/lib64/libnvrtc.so.13");
+        symlink(&broken, tree.path("local/cuda-13.0/lib64/libnvrtc.so")).unwrap();
+        let empty = "venv/lib/python3.11/site-packages";
+        fs::create_dir_all(tree.path(empty)).unwrap();
+        let venv = tree.path("venv").into_os_string();
+        let variable = |name: &str| (name == "VIRTUAL_ENV").then(|| venv.clone());
+        let mut search = Search::default();
+        let around = around(&tree, &variable);
+        // Only the places below the tree: what the machine itself has is not this test's business.
+        let folders = [cuda_folders(&around), wheel_folders(&around)].concat();
+        assert!(folders.iter().find_map(|folder| search.folder(folder)).is_none());
+        let told = search.failures();
+        assert_eq!(told.matches(broken.to_str().unwrap()).count(), 2, "once as the place, once by the loader: {told}");
+        assert!(told.contains("file too short") || told.contains("invalid ELF header"), "{told}");
+        assert!(told.contains(&format!("{empty}/nvidia/cu13/lib: No such file")), "{told}");
+    }
+
+    #[test]
+    fn an_explicit_path_that_does_not_work_is_an_error_with_the_reason() {
+        let tree = Tree::new();
+        let broken = tree.file("broken/libnvrtc.so.13");
+        fs::create_dir(tree.path("empty")).unwrap();
+        let libc = sys::file_of(libc::getpid as *const c_void).unwrap();
+        let cases = [
+            (tree.path("missing"), "No such file"),
+            (tree.path("empty"), "holds no libnvrtc.so"),
+            (broken.clone(), "libnvrtc.so.13"),
+            (tree.path("broken"), "libnvrtc.so.13"),
+            (libc, "nvrtcVersion"),
+        ];
+        for (path, reason) in cases {
+            let error = Nvrtc::find(Some(&path)).unwrap_err();
+            assert_eq!(error.code(), Code::FailedPrecondition);
+            for part in [path.to_str().unwrap(), reason, "OEQ_NVRTC", "pip install nvidia-cuda-nvrtc"] {
+                assert!(error.message().contains(part), "{part:?} is not in: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_log_keeps_its_head_and_its_tail() {
+        assert!(matches!(shortened("short", 5), Cow::Borrowed("short")));
+        let log = format!("first{}last", "x".repeat(1000));
+        let short = shortened(&log, 100);
+        assert!(short.starts_with("first") && short.ends_with("last") && short.len() < 150, "{short}");
+        assert!(short.contains("[... 909 bytes left out ...]"), "{short}");
+        // Cuts fall inside characters here, and must move away from them.
+        let wide = shortened(&"\u{20ac}".repeat(100), 101).into_owned();
+        assert!(wide.starts_with('\u{20ac}') && wide.ends_with('\u{20ac}') && wide.len() < 150, "{wide}");
+    }
+
+    #[test]
+    fn a_nul_character_is_refused_with_its_place() {
+        let error = c_string("the program", "ab\0c").unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+        assert!(error.message().contains("the program holds a NUL character at byte 2"), "{error}");
+    }
 }

@@ -367,16 +367,9 @@ fn unescape(text: &str) -> PathBuf {
     let mut rest = text;
     while let Some((before, after)) = rest.split_once('\\') {
         plain.push_str(before);
-        match after.get(..3).and_then(|code| u8::from_str_radix(code, 8).ok()).filter(u8::is_ascii) {
-            Some(byte) => {
-                plain.push(char::from(byte));
-                rest = &after[3..];
-            }
-            None => {
-                plain.push('\\');
-                rest = after;
-            }
-        }
+        let byte = after.get(..3).and_then(|code| u8::from_str_radix(code, 8).ok()).filter(u8::is_ascii);
+        plain.push(byte.map_or('\\', char::from));
+        rest = if byte.is_some() { &after[3..] } else { after };
     }
     plain.push_str(rest);
     PathBuf::from(plain)
@@ -419,11 +412,11 @@ mod tests {
 
     impl Gate {
         fn new() -> (Self, Job) {
-            let (begin, begun) = mpsc::channel();
-            let (end, ended) = mpsc::channel::<()>();
+            let (report, begun) = mpsc::channel();
+            let (end, told) = mpsc::channel::<()>();
             let job = Box::new(move || {
-                begin.send(()).unwrap();
-                ended.recv().unwrap();
+                report.send(()).unwrap();
+                told.recv().unwrap();
             });
             (Self { begun, end }, job)
         }
@@ -474,7 +467,12 @@ mod tests {
             let barrier = Arc::new(std::sync::Barrier::new(9));
             for _ in 0..8 {
                 let barrier = Arc::clone(&barrier);
-                accepted(pool.submit(1, Box::new(move || drop(barrier.wait()))));
+                accepted(pool.submit(
+                    1,
+                    Box::new(move || {
+                        barrier.wait();
+                    }),
+                ));
             }
             barrier.wait();
         }
@@ -683,7 +681,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_are_named_take_no_signals_and_have_room() {
+    fn workers_are_named_and_take_no_signals() {
         let pool = Pool::new(1);
         let (tell, told) = mpsc::channel();
         accepted(pool.submit(

@@ -123,8 +123,8 @@ mod tests {
     #[test]
     fn the_affinity_mask_agrees_with_the_kernel() {
         let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
-        let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
-        let listed: usize = list
+        let ranges = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+        let listed: usize = ranges
             .trim()
             .split(',')
             .map(|range| match range.split_once('-') {
