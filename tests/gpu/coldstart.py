@@ -1,0 +1,113 @@
+"""Cold start of a model with K independent convolutions, through JAX on one GPU, on the module that PYTHONPATH picks.
+
+usage: coldstart.py K MODE         MODE: energy | forces | second
+       coldstart.py compare FILE   ratios from the lines that earlier runs wrote to FILE
+
+Cold: from the start of XLA's compilation to the first result on the host's side, with NVRTC's disk cache off.
+Prints one JSON line; with COLDSTART_FILE it is appended there too. env: NODES, EDGES
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+
+os.environ["OEQ_NOTORCH"] = "1"
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("CUDA_CACHE_DISABLE", "1")
+
+
+def compare(path):
+    best = {}
+    for line in open(path):
+        run = json.loads(line)
+        best.setdefault((run["K"], run["mode"]), {}).setdefault(run["module"], []).append(run)
+    bad = []
+    for (count, mode), runs in best.items():
+        ours = runs.get("ours", [])
+        theirs = runs.get("upstream", [])
+        if not ours or not theirs:
+            bad.append(f"{count} {mode}: only {list(runs)}")
+            continue
+        cold = [statistics.median(r["cold_s"] for r in side) for side in (ours, theirs)]
+        steps = [statistics.median(r["step_ms"] for r in side) for side in (ours, theirs)]
+        off = abs(ours[0]["check"] - theirs[0]["check"]) / abs(theirs[0]["check"])
+        print(f"coldstart: {count:2d} convolutions, {mode:7s} ours {cold[0]:6.2f} s, upstream {cold[1]:6.2f} s, {cold[1] / cold[0]:5.2f} times; "
+              f"xla alone {ours[0]['xla_compile_s']:.2f} / {theirs[0]['xla_compile_s']:.2f} s; step {steps[0]:.3f} / {steps[1]:.3f} ms; results differ by {off:.1e}; "
+              f"ours each {[r['cold_s'] for r in ours]}; NVRTC {ours[0]['nvrtc']} / {theirs[0]['nvrtc']}")
+        if off > 1e-4:
+            bad.append(f"{count} {mode}: results differ by {off:.1e}")
+        if cold[1] < 4 * cold[0]:
+            bad.append(f"{count} {mode}: only {cold[1] / cold[0]:.2f} times faster")
+    print(f"RESULT coldstart {'; '.join(bad) or 'every case at least 4 times faster'}")
+    return bool(bad)
+
+
+def measure(count, mode):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import openequivariance as oeq
+    import openequivariance_extjax as extension
+    from openequivariance.jax import TensorProductConv
+
+    nodes, edges = int(os.environ.get("NODES", 256)), int(os.environ.get("EDGES", 4096))
+
+    def problem(i):  # payloads that differ in multiplicity and degrees
+        multiplicity = 32 + 16 * (i % 6)
+        top1, top2 = 1 + (i // 12) % 2, 2 + (i // 6) % 2
+        irreps = lambda mul, top: oeq.Irreps("+".join(f"{mul}x{l}{'eo'[l % 2]}" for l in range(top + 1)))
+        a, b = irreps(multiplicity, top1), irreps(1, top2)
+        out, instructions = [], []
+        for x, (m, ir) in enumerate(a):
+            for y, (_, jr) in enumerate(b):
+                for kr in ir * jr:
+                    if kr.l <= 2:
+                        instructions.append((x, y, len(out), "uvu", True))
+                        out.append((m, kr))
+        return oeq.TPProblem(a, b, oeq.Irreps(out), instructions, shared_weights=False, internal_weights=False)
+
+    convolutions = [TensorProductConv(problem(i)) for i in range(count)]
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(np.sort(rng.integers(0, nodes, edges)).astype(np.int32))
+    cols = jnp.asarray(rng.integers(0, nodes, edges).astype(np.int32))
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype=jnp.float32)
+    xs = [normal(nodes, c.config.irreps_in1.dim) for c in convolutions]
+    ys = [normal(edges, c.config.irreps_in2.dim) for c in convolutions]
+    ws = [normal(edges, c.weight_numel) for c in convolutions]
+
+    def energy(ys, xs, ws, rows, cols):
+        return sum(jnp.sum(jnp.tanh(c.forward(x, y, w, rows, cols))) for c, x, y, w in zip(convolutions, xs, ys, ws))
+
+    second = lambda ys, *rest: jax.grad(lambda q: sum(jnp.vdot(g, g) for g in jax.grad(energy)(q, *rest)))(ys)
+    function = {"energy": energy, "forces": jax.value_and_grad(energy), "second": second}[mode]
+    arguments = (ys, xs, ws, rows, cols)
+    jax.block_until_ready(arguments)
+    begin = time.perf_counter()
+    compiled = jax.jit(function).lower(*arguments).compile()
+    xla = time.perf_counter() - begin
+    result = jax.block_until_ready(compiled(*arguments))
+    cold = time.perf_counter() - begin
+    steps = []
+    for _ in range(60):
+        t = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        steps.append(time.perf_counter() - t)
+    check = float(sum(np.abs(np.asarray(v, np.float64)).sum() for v in jax.tree.leaves(result)))
+    nvrtc = sorted({line.split()[-1] for line in open("/proc/self/maps") if "libnvrtc.so" in line})
+    line = json.dumps({
+        "module": "upstream" if extension.__file__.endswith(".so") else "ours", "K": count, "mode": mode,
+        "xla_compile_s": round(xla, 3), "cold_s": round(cold, 3), "step_ms": round(1e3 * float(np.median(steps)), 4),
+        "check": check, "nvrtc": nvrtc, "disk_cache": os.environ.get("CUDA_CACHE_DISABLE") != "1", "cores": len(os.sched_getaffinity(0)),
+    })
+    print(line, flush=True)
+    if "COLDSTART_FILE" in os.environ:
+        with open(os.environ["COLDSTART_FILE"], "a") as out:
+            out.write(line + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "compare":
+        sys.exit(compare(sys.argv[2]))
+    measure(int(sys.argv[1]), sys.argv[2])
