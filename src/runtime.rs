@@ -4,7 +4,9 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::compile::{Architecture, Compiler, NvrtcCompiler, Pool};
+use crate::compile::bundle::Builder;
+use crate::compile::progress::Listener;
+use crate::compile::{Architecture, Bundle, Compiler, Images, NvrtcCompiler, Pool};
 use crate::config::Config;
 use crate::driver::Driver;
 use crate::driver::cuda::Cuda;
@@ -18,8 +20,8 @@ use crate::sync::lock;
 pub struct Runtime {
     pub(crate) config: Config,
     pub(crate) driver: Box<dyn Driver>,
-    pub(crate) compiler: Arc<dyn Compiler>,
-    pub(crate) pool: Pool,
+    pub(crate) images: Arc<Images>,
+    pub(crate) pool: Arc<Pool>,
     pub(crate) counters: Arc<Counters>,
     interner: Interner,
 }
@@ -54,8 +56,10 @@ impl Runtime {
     /// A runtime of the given parts.
     #[must_use]
     pub fn new(config: Config, driver: Box<dyn Driver>, compiler: Arc<dyn Compiler>) -> Self {
-        let pool = Pool::new(config.compile_threads);
-        Self { config, driver, compiler, pool, counters: Arc::default(), interner: Interner::default() }
+        let pool = Arc::new(Pool::new(config.compile_threads));
+        let counters = Arc::<Counters>::default();
+        let images = Arc::new(Images::new(&config, compiler, Arc::clone(&counters)));
+        Self { config, driver, images, pool, counters, interner: Interner::default() }
     }
 
     /// The process's runtime, on CUDA and NVRTC unless the program put in another.
@@ -122,6 +126,29 @@ impl Runtime {
         distinct.sort_unstable();
         distinct.dedup();
         distinct.into_iter().try_for_each(|architecture| record.schedule(self, order, architecture))
+    }
+
+    /// Uses the compiled kernels of a bundle from now on, before the store and the compiler.
+    pub fn load_bundle(&self, bundle: Bundle) {
+        self.images.add_bundle(Arc::new(bundle));
+    }
+
+    /// Every kernel that was compiled in this process so far, or came from elsewhere, as a bundle's bytes. Waits for what
+    /// is being compiled.
+    #[must_use]
+    pub fn export_compiled(&self) -> Vec<u8> {
+        let mut builder = Builder::default();
+        for record in self.interner.records() {
+            for stored in record.compiled(self) {
+                builder.add(stored);
+            }
+        }
+        builder.build()
+    }
+
+    /// Tells a listener what happens to each unit from now on; `None` tells nobody. One listener at a time.
+    pub fn set_progress(&self, listener: Option<Listener>) {
+        self.images.set_listener(listener);
     }
 
     /// The counters now.

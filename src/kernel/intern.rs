@@ -10,6 +10,7 @@ use ahash::RandomState;
 use smallvec::SmallVec;
 
 use super::record::Record;
+use crate::compile::key::{Digest, digest};
 use crate::config::CompileUnits;
 use crate::error::Result;
 use crate::layout::Family;
@@ -35,6 +36,12 @@ impl Identity {
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.len()
+    }
+
+    /// What a stored image of the kernel is known by.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        digest(&self.0)
     }
 }
 
@@ -87,6 +94,14 @@ impl Interner {
         buckets.entry(key).or_default().push(Arc::clone(&record));
         bump(&counters.kernels_interned);
         Ok(record)
+    }
+}
+
+impl Interner {
+    /// Every record there is.
+    #[must_use]
+    pub fn records(&self) -> Vec<Arc<Record>> {
+        lock(&self.buckets).values().flatten().cloned().collect()
     }
 }
 
