@@ -36,6 +36,25 @@ static GLOBAL: OnceLock<Result<Runtime>> = OnceLock::new();
 /// Options that the program set before the runtime started.
 static OPTIONS: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
 
+/// Bundles and a listener that the program gave before the runtime started.
+static WAITING: Mutex<(Vec<Bundle>, Option<Listener>)> = Mutex::new((Vec::new(), None));
+
+/// Uses a bundle in the process's runtime, now or as soon as it starts. This does not start it.
+pub fn load_bundle(bundle: Bundle) {
+    lock(&WAITING).0.push(bundle);
+    if let Some(Ok(runtime)) = GLOBAL.get() {
+        runtime.take_waiting();
+    }
+}
+
+/// Tells a listener what happens to each unit in the process's runtime, see [`Runtime::set_progress`].
+pub fn set_progress(listener: Option<Listener>) {
+    match GLOBAL.get() {
+        Some(Ok(runtime)) => runtime.set_progress(listener),
+        _ => lock(&WAITING).1 = listener,
+    }
+}
+
 /// Sets one option of the process's runtime; it wins over the environment.
 ///
 /// # Errors
@@ -76,7 +95,7 @@ impl Runtime {
 
     #[cold]
     fn start() -> Result<&'static Self> {
-        GLOBAL
+        let runtime = GLOBAL
             .get_or_init(|| {
                 let mut config = Config::from_environment()?;
                 for (key, value) in lock(&OPTIONS).iter() {
@@ -86,7 +105,20 @@ impl Runtime {
                 Ok(Self::new(config, Box::new(Cuda::default()), compiler))
             })
             .as_ref()
-            .map_err(Clone::clone)
+            .map_err(Clone::clone)?;
+        // After it is there, so that what is given meanwhile is not left behind.
+        runtime.take_waiting();
+        Ok(runtime)
+    }
+
+    fn take_waiting(&self) {
+        let (bundles, listener) = std::mem::take(&mut *lock(&WAITING));
+        for bundle in bundles {
+            self.load_bundle(bundle);
+        }
+        if listener.is_some() {
+            self.set_progress(listener);
+        }
     }
 
     /// Makes `runtime` the process's.
@@ -97,7 +129,9 @@ impl Runtime {
         if GLOBAL.set(Ok(runtime)).is_err() {
             return Err(Error::precondition("the process has a runtime already; install another before its first use"));
         }
-        Self::global()
+        let runtime = Self::global()?;
+        runtime.take_waiting();
+        Ok(runtime)
     }
 
     /// The record of a payload.

@@ -178,6 +178,12 @@ fn entries(directory: &Path, folder: &str) -> Vec<PathBuf> {
     found
 }
 
+fn forget_compilers(tree: &Tree) {
+    for file in entries(&tree.0, "compilers") {
+        fs::remove_file(file).unwrap();
+    }
+}
+
 /// The warnings that the library logged on this thread.
 fn warnings(body: impl FnOnce()) -> Vec<String> {
     struct Collect;
@@ -233,10 +239,10 @@ fn without_a_compiler_what_any_version_made_will_do_and_what_is_not_there_is_tol
     let tree = Tree::new("without");
     for version in [(13, 0), (13, 2), (12, 9)] {
         // Each time the library that was remembered is gone.
-        entries(&tree.0, "compilers").iter().for_each(|file| fs::remove_file(file).unwrap());
+        forget_compilers(&tree);
         world(&tree.0, Stub::new(version), Arc::new(System), LIMIT).get("one").unwrap();
     }
-    entries(&tree.0, "compilers").iter().for_each(|file| fs::remove_file(file).unwrap());
+    forget_compilers(&tree);
     let none = world(&tree.0, Stub { installed: false, ..Stub::new((0, 0)) }, Arc::new(System), LIMIT);
     let found = none.get("one").unwrap();
     assert!(String::from_utf8(found.code).unwrap().contains("(13, 2)"), "the newest version's is taken");
@@ -687,7 +693,9 @@ fn many_processes_compile_each_unit_once_between_them() {
     let tree = Tree::new("many");
     let begin = Instant::now();
     let children: Vec<Child> = (0..8).map(|_| child(TEST, "compile", &tree).spawn().unwrap()).collect();
-    children.into_iter().for_each(|child| drop(finish(child)));
+    for child in children {
+        finish(child);
+    }
     assert_eq!(marks(&tree), UNITS as u64);
     assert!(entries(&tree.0.join("store"), "locks").is_empty());
     let alone = Duration::from_millis(100) * u32::try_from(UNITS / 2).unwrap();

@@ -67,7 +67,8 @@ pub struct Progress<'a> {
     pub done: u64,
 }
 
-/// Who is told. Called from compile threads, several at a time, and must not call back into the library's compiling.
+/// Who is told. Called from compile threads, several at a time, and from the threads on which XLA calls; it must be quick
+/// and must not call into this library.
 pub type Listener = Arc<dyn Fn(&Progress<'_>) + Send + Sync>;
 
 /// The listener, if there is one.

@@ -698,7 +698,7 @@ pub fn world() -> &'static World {
     static WORLD: OnceLock<Arc<World>> = OnceLock::new();
     WORLD.get_or_init(|| {
         let world = Arc::new(World::default());
-        let config = Config { compile_threads: 4, ..Config::default() };
+        let config = Config { compile_threads: 4, ..Config::from_environment().unwrap() };
         let driver = Box::new(FakeDriver(Arc::clone(&world)));
         Runtime::install(Runtime::new(config, driver, Arc::new(FakeCompiler(Arc::clone(&world))))).unwrap();
         world
