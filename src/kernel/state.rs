@@ -1,35 +1,156 @@
 //! What one call site keeps, and how its call runs once its launcher is there.
+//!
+//! Shapes never change at one call site, so everything about a call but its addresses is worked out once, into a
+//! [`Prepared`]: which results are zeroed and how many bytes they have, the words of all kernel parameters, and where each
+//! address goes among them. A warm call copies the words to its stack, puts the addresses in and enqueues.
 
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
 use smallvec::SmallVec;
 
-use super::record::Record;
-use crate::driver::{KernelCall, Stream, Zero};
+use super::record::{Launcher, Record};
+use crate::driver::{Function, KernelCall, Stream, Zero};
 use crate::error::{Error, Result};
-use crate::layout::{self, Call, Extents, Parameter, TensorView};
+use crate::layout::{self, Call, Extent, Extents, Parameter, TensorView};
+use crate::payload::KernelPlan;
 use crate::runtime::Runtime;
 
-/// Words of kernel parameters that fit on the stack: more than any launch of the classic families has.
-const PARAMETER_WORDS: usize = 24;
+/// Words of kernel parameters that fit on the stack: more than any call of the families here has. A larger call works, and
+/// allocates.
+const WORDS: usize = 48;
 
-/// The state of one call site: which kernel, which derivative order, and its extents once they are known.
+/// Tensors whose addresses fit on the stack: a convolution's second derivative has eleven operands and five results.
+const TENSORS: usize = 16;
+
+/// The device addresses of one call: its operands, in order, then its results, the extra workspace included.
+pub type Addresses = SmallVec<[u64; TENSORS]>;
+
+/// The state of one call site: which kernel, which derivative order, and the prepared call once its shapes are known.
 #[derive(Debug)]
 pub struct CallState {
     record: Arc<Record>,
     order: usize,
     call: &'static Call,
-    extents: OnceLock<Extents>,
+    prepared: OnceLock<Prepared>,
 }
 
-/// The device addresses of one call.
-#[derive(Debug, Default)]
-pub struct Addresses {
-    /// Of the operands, in order.
-    pub operands: SmallVec<[u64; 12]>,
-    /// Of the results, in order, the extra workspace included.
-    pub results: SmallVec<[u64; 6]>,
+/// A call of known shapes: everything but the addresses.
+#[derive(Debug, Clone)]
+pub struct Prepared {
+    /// Tensors that the call has, operands and results.
+    tensors: usize,
+    /// Tensors to fill with zeros, and their bytes.
+    zeros: SmallVec<[(usize, u64); 4]>,
+    /// The parameters of all launches, one after another; addresses are 0.
+    words: SmallVec<[u64; WORDS]>,
+    /// Which word gets the address of which tensor.
+    addresses: SmallVec<[(u8, u8); WORDS]>,
+    /// The first word of each parameter.
+    parameters: SmallVec<[u8; WORDS]>,
+    /// The launches, fix-ups included; none where there is no work.
+    launches: SmallVec<[PreparedLaunch; 4]>,
+}
+
+/// One launch of a prepared call.
+#[derive(Debug, Clone, Copy)]
+struct PreparedLaunch {
+    entry: &'static str,
+    /// Index of the launch in the family's call.
+    launch: u8,
+    fixup: bool,
+    /// Its range in [`Prepared::parameters`].
+    parameters: (u8, u8),
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+impl PreparedLaunch {
+    #[inline]
+    fn function(&self, launcher: &Launcher) -> Option<Function> {
+        let resolved = launcher.launches.get(usize::from(self.launch))?;
+        if self.fixup { resolved.fixup } else { Some(resolved.function) }
+    }
+}
+
+impl Prepared {
+    /// Works a call out.
+    ///
+    /// # Errors
+    /// The family's call has more parameters than can be numbered.
+    fn new(call: &Call, plan: &KernelPlan, extents: &Extents) -> Result<Self> {
+        let operands = call.operands.len();
+        let mut prepared = Self {
+            tensors: operands + call.results.len() + usize::from(extents.has_workspace_result),
+            zeros: SmallVec::new(),
+            words: SmallVec::new(),
+            addresses: SmallVec::new(),
+            parameters: SmallVec::new(),
+            launches: SmallVec::new(),
+        };
+        for &result in call.zeroed {
+            let bytes = extents.result_bytes[result];
+            if bytes > 0 {
+                prepared.zeros.push((operands + result, bytes));
+            }
+        }
+        if extents.get(call.work) == 0 {
+            return Ok(prepared);
+        }
+        for (index, launch) in call.launches.iter().enumerate() {
+            let size = launch.size.of(plan);
+            let mut add = |entry, fixup, parameters: &[Parameter], shared_bytes| {
+                let first = number(prepared.parameters.len())?;
+                for parameter in parameters {
+                    prepared.push(*parameter, call, plan, extents)?;
+                }
+                prepared.launches.push(PreparedLaunch {
+                    entry,
+                    launch: number(index)?,
+                    fixup,
+                    parameters: (first, number(prepared.parameters.len())?),
+                    blocks: size.blocks,
+                    threads: size.threads,
+                    shared_bytes,
+                });
+                Ok(())
+            };
+            add(launch.entry, false, launch.parameters, size.shared_bytes)?;
+            if let Some(fixup) = launch.fixup.as_ref().filter(|_| plan.deterministic) {
+                add(fixup.entry, true, fixup.parameters, 0)?;
+            }
+        }
+        Ok(prepared)
+    }
+
+    fn push(&mut self, parameter: Parameter, call: &Call, plan: &KernelPlan, extents: &Extents) -> Result<()> {
+        let operands = call.operands.len();
+        self.parameters.push(number(self.words.len())?);
+        match parameter {
+            Parameter::Count(extent) => self.words.push(extents.get(extent)),
+            Parameter::Workspace(_) if !plan.deterministic => self.words.push(0),
+            Parameter::Workspace(_) if extents.has_workspace_result => self.address(operands + call.results.len())?,
+            Parameter::Operand(index) | Parameter::Workspace(index) => self.address(index)?,
+            Parameter::Result(index) => self.address(operands + index)?,
+            Parameter::Graph { rows, cols } => {
+                self.address(rows)?;
+                self.address(cols)?;
+                self.words.extend_from_slice(&[extents.get(Extent::Edges), extents.get(Extent::Nodes)]);
+            }
+        }
+        Ok(())
+    }
+
+    fn address(&mut self, tensor: usize) -> Result<()> {
+        self.addresses.push((number(self.words.len())?, number(tensor)?));
+        self.words.push(0);
+        Ok(())
+    }
+}
+
+fn number(index: usize) -> Result<u8> {
+    u8::try_from(index).map_err(|_| Error::internal("a target's call has more than 255 parameters, words or tensors"))
 }
 
 impl CallState {
@@ -39,7 +160,7 @@ impl CallState {
     /// The family has no such order.
     pub fn new(record: Arc<Record>, order: usize) -> Result<Self> {
         let call = record.call(order)?;
-        Ok(Self { record, order, call, extents: OnceLock::new() })
+        Ok(Self { record, order, call, prepared: OnceLock::new() })
     }
 
     /// The kernel.
@@ -54,20 +175,21 @@ impl CallState {
         self.order
     }
 
-    /// The extents, if the tensors were checked already.
+    /// The prepared call, if the tensors were checked already.
     #[inline]
     #[must_use]
-    pub fn extents(&self) -> Option<&Extents> {
-        self.extents.get()
+    pub fn prepared(&self) -> Option<&Prepared> {
+        self.prepared.get()
     }
 
     /// Checks the call site's tensors, and remembers the outcome: XLA's shapes never change at one call site.
     ///
     /// # Errors
     /// See [`layout::check`].
-    pub fn check(&self, operands: &[TensorView<'_>], results: &[TensorView<'_>]) -> Result<&Extents> {
+    pub fn check(&self, operands: &[TensorView<'_>], results: &[TensorView<'_>]) -> Result<&Prepared> {
         let extents = layout::check(self.call, self.record.plan(), operands, results)?;
-        Ok(self.extents.get_or_init(|| extents))
+        let prepared = Prepared::new(self.call, self.record.plan(), &extents)?;
+        Ok(self.prepared.get_or_init(|| prepared))
     }
 
     /// Makes the launcher for a device if it can be had; with `wait`, waits for the compiler.
@@ -85,113 +207,66 @@ impl CallState {
     /// Zeroes and launches. Compiles and loads first if that was not done; once warm, only enqueues.
     ///
     /// # Errors
-    /// What [`Record::prepare`] or the driver says.
+    /// What [`Record::prepare`] or the driver says, or addresses that are not those of the checked call.
     ///
     /// # Safety
-    /// The stream belongs to the device, `extents` came from checking this call's tensors, and the addresses are those
+    /// The stream belongs to the device, `prepared` came from checking this call's tensors, and the addresses are those
     /// tensors' on that device, valid until the work on the stream is done.
+    #[inline]
     pub unsafe fn execute(
         &self,
         runtime: &Runtime,
         ordinal: u32,
         stream: Stream,
-        extents: &Extents,
+        prepared: &Prepared,
         addresses: &Addresses,
     ) -> Result<()> {
-        let mut ready = self.record.launcher(self.order, ordinal);
-        if ready.is_none() {
-            self.record.prepare(runtime, self.order, ordinal, true)?;
-            ready = self.record.launcher(self.order, ordinal);
-        }
-        let launcher = ready
-            .as_ref()
-            .and_then(|ready| ready.get())
-            .ok_or_else(|| Error::internal("a launcher was made but is not there"))?;
+        let ready = match self.record.launcher(self.order, ordinal) {
+            Some(ready) => ready,
+            None => self.first(runtime, ordinal)?,
+        };
+        let (Some(launcher), true) = (ready.get(), addresses.len() == prepared.tensors) else {
+            return Err(Error::internal(format!(
+                "the call has {} tensors; the one that was checked had {}",
+                addresses.len(),
+                prepared.tensors
+            )));
+        };
 
-        let plan = self.record.plan();
-        let mut zeros: SmallVec<[Zero; 4]> = SmallVec::new();
-        for &index in self.call.zeroed {
-            let bytes = extents.result_bytes[index];
-            if bytes > 0 {
-                zeros.push(Zero { address: addresses.results[index], bytes });
-            }
+        let zeros: SmallVec<[Zero; 4]> =
+            prepared.zeros.iter().map(|&(tensor, bytes)| Zero { address: addresses[tensor], bytes }).collect();
+        let mut words: SmallVec<[u64; WORDS]> = SmallVec::from_slice(&prepared.words);
+        for &(word, tensor) in &prepared.addresses {
+            words[usize::from(word)] = addresses[usize::from(tensor)];
         }
-
-        // Values first, then pointers to them: a vector that grows moves its values.
-        let busy = extents.get(self.call.work) > 0;
-        let todo = if busy { self.call.launches } else { &[] };
-        let mut values: SmallVec<[u64; 2 * PARAMETER_WORDS]> = SmallVec::new();
-        let mut starts: SmallVec<[usize; 2 * PARAMETER_WORDS]> = SmallVec::new();
-        let mut counts: SmallVec<[(usize, usize); 4]> = SmallVec::new();
-        for (launch, resolved) in todo.iter().zip(&launcher.launches) {
-            let fixup = launch.fixup.as_ref().filter(|_| resolved.fixup.is_some());
-            let fixup_parameters = fixup.map_or(&[] as &[Parameter], |fixup| fixup.parameters);
-            for parameter in launch.parameters.iter().chain(fixup_parameters) {
-                starts.push(values.len());
-                push(&mut values, *parameter, plan.deterministic, self.call, extents, addresses);
-            }
-            counts.push((launch.parameters.len(), fixup_parameters.len()));
-        }
-        let base = values.as_mut_ptr();
-        let pointers: SmallVec<[*mut c_void; 2 * PARAMETER_WORDS]> =
-            starts.iter().map(|start| base.wrapping_add(*start).cast()).collect();
-
+        let base = words.as_mut_ptr();
+        let parameters: SmallVec<[*mut c_void; WORDS]> =
+            prepared.parameters.iter().map(|word| base.wrapping_add(usize::from(*word)).cast()).collect();
         let mut calls: SmallVec<[KernelCall<'_>; 4]> = SmallVec::new();
-        let mut rest: &[*mut c_void] = &pointers;
-        for ((launch, resolved), (own, after)) in todo.iter().zip(&launcher.launches).zip(&counts) {
-            let size = launch.size.of(plan);
-            let (parameters, tail) = rest.split_at(*own);
-            let (fixup_parameters, tail) = tail.split_at(*after);
-            rest = tail;
+        for launch in &prepared.launches {
+            let function = launch
+                .function(launcher)
+                .ok_or_else(|| Error::internal(format!("the launcher has no function for `{}`", launch.entry)))?;
             calls.push(KernelCall {
-                function: resolved.function,
-                blocks: size.blocks,
-                threads: size.threads,
-                shared_bytes: size.shared_bytes,
-                parameters,
+                function,
+                blocks: launch.blocks,
+                threads: launch.threads,
+                shared_bytes: launch.shared_bytes,
+                parameters: &parameters[usize::from(launch.parameters.0)..usize::from(launch.parameters.1)],
                 entry: launch.entry,
             });
-            if let (Some(function), Some(fixup)) = (resolved.fixup, &launch.fixup) {
-                calls.push(KernelCall {
-                    function,
-                    blocks: size.blocks,
-                    threads: size.threads,
-                    shared_bytes: 0,
-                    parameters: fixup_parameters,
-                    entry: fixup.entry,
-                });
-            }
         }
-        // SAFETY: by this function's contract; the launcher, held by `ready`, keeps the functions loaded, and a record
-        // keeps its launchers.
+        // SAFETY: by this function's contract; the record, which this state holds, keeps the launcher and so the functions.
         unsafe { runtime.driver.enqueue(ordinal, stream, &zeros, &calls)? };
         runtime.counters.count_launch();
         Ok(())
     }
-}
 
-#[inline]
-fn push(
-    values: &mut SmallVec<[u64; 2 * PARAMETER_WORDS]>,
-    parameter: Parameter,
-    deterministic: bool,
-    call: &Call,
-    extents: &Extents,
-    addresses: &Addresses,
-) {
-    match parameter {
-        Parameter::Count(extent) => values.push(extents.get(extent)),
-        Parameter::Result(index) => values.push(addresses.results[index]),
-        Parameter::Graph { rows, cols } => {
-            values.extend_from_slice(&[
-                addresses.operands[rows],
-                addresses.operands[cols],
-                extents.get(layout::Extent::Edges),
-                extents.get(layout::Extent::Nodes),
-            ]);
-        }
-        Parameter::Workspace(_) if !deterministic => values.push(0),
-        Parameter::Workspace(_) if extents.has_workspace_result => values.push(addresses.results[call.results.len()]),
-        Parameter::Operand(index) | Parameter::Workspace(index) => values.push(addresses.operands[index]),
+    /// The launcher, made now.
+    #[cold]
+    fn first(&self, runtime: &Runtime, ordinal: u32) -> Result<super::record::Ready> {
+        self.record.prepare(runtime, self.order, ordinal, true)?;
+        let ready = self.record.launcher(self.order, ordinal);
+        ready.ok_or_else(|| Error::internal("a launcher was made but is not there"))
     }
 }
