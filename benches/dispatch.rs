@@ -1,6 +1,7 @@
 //! What one warm call costs before the driver: each stage of each kind of target against a device that does nothing.
 #![allow(
     missing_docs,
+    clippy::wildcard_imports,
     clippy::unwrap_used,
     clippy::undocumented_unsafe_blocks,
     reason = "a benchmark may panic, and its frames live through each closure"

@@ -12,7 +12,10 @@
     clippy::missing_safety_doc,
     clippy::must_use_candidate,
     clippy::undocumented_unsafe_blocks,
-    reason = "test support: a broken expectation should panic, and the stand-ins play XLA's side of the contract"
+    clippy::type_complexity,
+    clippy::vec_box,
+    clippy::needless_pass_by_value,
+    reason = "test support: a broken expectation should panic, the stand-ins play XLA's side of the contract, and what frames point to must not move"
 )]
 
 use std::collections::HashMap;
@@ -158,9 +161,11 @@ unsafe extern "C" fn state_set<const MINOR: c_int>(args: *mut c_void) -> *mut ff
         deleter
     } else {
         let types = TYPES.lock().unwrap();
-        let known = types.as_ref().unwrap().iter().find(|(name, (known, _))| {
-            *known == id && name.starts_with(&format!("{MINOR}/"))
-        });
+        let known = types
+            .as_ref()
+            .unwrap()
+            .iter()
+            .find(|(name, (known, _))| *known == id && name.starts_with(&format!("{MINOR}/")));
         match known {
             Some((_, (_, deleter))) => *deleter,
             None => return fake_error(13, "Type id is not registered with a static registry"),
