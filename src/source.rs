@@ -38,8 +38,9 @@ pub struct EntryPointSpan {
 ///
 /// # Errors
 /// [`Code::InvalidArgument`](crate::error::Code::InvalidArgument) when the text cannot be lexed: an unterminated
-/// comment, string or character literal, brackets nested deeper than the compiler can bear, or brackets that do not match. Brackets are forgiven when the text has
-/// conditional compilation or macros with unmatched brackets, since then they may well match after preprocessing.
+/// comment, string or character literal, brackets nested deeper than the compiler can bear, or brackets that do not
+/// match. The last is forgiven when the text has conditional compilation or macros with unmatched brackets, since then
+/// they may well match after preprocessing.
 pub fn entry_points(source: &str) -> Result<Vec<EntryPointSpan>> {
     Ok(Outline::of(source)?.entries)
 }

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use cust::sys::{CUcontext, CUdevice, CUfunction, CUmodule, CUstream};
 use smallvec::SmallVec;
 
-use super::{Driver, Function, FunctionSpec, KernelCall, Module, Stream, Zero, symbols};
+use super::{Driver, Function, FunctionSpec, Module, Stream, Work, Zero, symbols};
 use crate::compile::{Architecture, Image};
 use crate::error::{Code, Error, Result};
 
@@ -85,7 +85,7 @@ fn one_launch_is_cheaper(zeros: &[Zero]) -> bool {
 
 /// The driver's numbers for what is asked here (`CUdevice_attribute`, `CUfunction_attribute`, `CUstreamCaptureMode`).
 mod number {
-    use std::ffi::c_int;
+    use std::ffi::{c_int, c_void};
     pub(super) const WARP_SIZE: c_int = 10;
     pub(super) const MULTIPROCESSOR_COUNT: c_int = 16;
     pub(super) const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
@@ -94,6 +94,8 @@ mod number {
     pub(super) const FUNCTION_STATIC_SHARED_BYTES: c_int = 1;
     pub(super) const FUNCTION_MAX_DYNAMIC_SHARED_BYTES: c_int = 8;
     pub(super) const CAPTURE_MODE_RELAXED: c_int = 2;
+    pub(super) const LAUNCH_PARAM_BUFFER_POINTER: *mut c_void = std::ptr::without_provenance_mut(1);
+    pub(super) const LAUNCH_PARAM_BUFFER_SIZE: *mut c_void = std::ptr::without_provenance_mut(2);
 }
 
 const CUDA_ERROR_INVALID_IMAGE: c_int = 200;
@@ -468,41 +470,55 @@ impl Driver for Cuda {
         Ok(Box::new(module))
     }
 
-    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, zeros: &[Zero], calls: &[KernelCall<'_>]) -> Result<()> {
+    #[inline]
+    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
         let device = self.device(ordinal)?;
         let _current = Self::enter_device(device)?;
         let stream = stream.0.cast();
-        let zero_fill = device.zero_fill.get().copied().flatten().filter(|_| one_launch_is_cheaper(zeros));
+        let zero_fill = device.zero_fill.get().copied().flatten().filter(|_| one_launch_is_cheaper(work.zeros));
         if let Some(function) = zero_fill {
             // SAFETY: as the caller promises; the context is current.
-            unsafe { Self::launch_zero_fill(device, function, zeros, stream)? };
+            unsafe { Self::launch_zero_fill(device, function, work.zeros, stream)? };
+        } else {
+            for zero in work.zeros {
+                let bytes = usize::try_from(zero.bytes).unwrap_or(usize::MAX);
+                // SAFETY: the caller vouches for addresses and stream.
+                let status = unsafe { cuMemsetD8Async(zero.address, 0, bytes, stream) };
+                check(status, "cuMemsetD8Async")?;
+            }
         }
-        for zero in if zero_fill.is_some() { &[] } else { zeros } {
-            let bytes = usize::try_from(zero.bytes).unwrap_or(usize::MAX);
-            // SAFETY: the caller vouches for addresses and stream.
-            let status = unsafe { cuMemsetD8Async(zero.address, 0, bytes, stream) };
-            check(status, "cuMemsetD8Async")?;
-        }
-        for call in calls {
-            // SAFETY: the caller vouches for function, stream and parameters; the driver reads the parameters' values
-            // before it returns and does not write through the array.
+        for (launch, function) in work.launches.iter().zip(work.functions) {
+            let Some(words) = work.words.get(launch.words.clone()) else {
+                return Err(Error::internal(format!("the parameters of `{}` are incomplete", launch.entry)));
+            };
+            // One buffer of the right layout spares the driver the look at every parameter.
+            let mut bytes = size_of_val(words);
+            let mut buffer = [
+                number::LAUNCH_PARAM_BUFFER_POINTER,
+                words.as_ptr().cast_mut().cast::<c_void>(),
+                number::LAUNCH_PARAM_BUFFER_SIZE,
+                (&raw mut bytes).cast::<c_void>(),
+                ptr::null_mut(),
+            ];
+            // SAFETY: the caller vouches for function, stream and parameters; the driver copies the buffer before it
+            // returns and does not write to it.
             let status = unsafe {
                 cuLaunchKernel(
-                    call.function.0 as CUfunction,
-                    call.blocks,
+                    function.0 as CUfunction,
+                    launch.blocks,
                     1,
                     1,
-                    call.threads,
+                    launch.threads,
                     1,
                     1,
-                    call.shared_bytes,
+                    launch.shared_bytes,
                     stream,
-                    call.parameters.as_ptr().cast_mut(),
                     ptr::null_mut(),
+                    buffer.as_mut_ptr(),
                 )
             };
             if status != 0 {
-                return Err(failure(status, &format!("launching `{}`", call.entry)));
+                return Err(failure(status, &format!("launching `{}`", launch.entry)));
             }
         }
         Ok(())
