@@ -41,20 +41,11 @@ impl std::fmt::Debug for LoadedUnit {
     }
 }
 
-/// One launch, resolved on a device.
-#[derive(Debug, Clone, Copy)]
-pub struct ResolvedLaunch {
-    /// The kernel.
-    pub function: Function,
-    /// The fix-up that follows it.
-    pub fixup: Option<Function>,
-}
-
 /// What a call of one derivative order needs on one device.
 #[derive(Debug)]
 pub struct Launcher {
-    /// One per launch of the call, in order.
-    pub launches: SmallVec<[ResolvedLaunch; 2]>,
+    /// The functions of the call's launches, each followed by its fix-up where the payload is deterministic.
+    pub functions: SmallVec<[Function; 4]>,
     /// Keeps the functions above loaded.
     _units: SmallVec<[Arc<LoadedUnit>; 2]>,
 }
@@ -257,7 +248,7 @@ impl Record {
             };
             units.push(self.load(runtime, *index, ordinal, &image)?);
         }
-        let mut resolved = SmallVec::new();
+        let mut functions = SmallVec::new();
         for (launch, unit) in call.launches.iter().zip(&units) {
             let find = |entry: &str| {
                 let index = unit.entries.iter().position(|name| *name == entry);
@@ -265,13 +256,12 @@ impl Record {
                     Error::internal(format!("entry point `{entry}` is not in the unit that was loaded for it"))
                 })
             };
-            let fixup = launch.fixup.as_ref().filter(|_| self.plan.deterministic);
-            resolved.push(ResolvedLaunch {
-                function: find(launch.entry)?,
-                fixup: fixup.map(|fixup| find(fixup.entry)).transpose()?,
-            });
+            functions.push(find(launch.entry)?);
+            if let Some(fixup) = launch.fixup.as_ref().filter(|_| self.plan.deterministic) {
+                functions.push(find(fixup.entry)?);
+            }
         }
-        let launcher = Arc::new(Launcher { launches: resolved, _units: units });
+        let launcher = Arc::new(Launcher { functions, _units: units });
         self.launchers[order].rcu(|current| {
             let mut next = ByOrdinal::clone(current);
             if next.len() <= ordinal as usize {

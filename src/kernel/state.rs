@@ -1,35 +1,176 @@
 //! What one call site keeps, and how its call runs once its launcher is there.
+//!
+//! Shapes never change at one call site, so everything about a call but its addresses is worked out once, into a
+//! [`Prepared`]: which results are zeroed and how many bytes they have, the words of all kernel parameters, and where each
+//! address goes among them. A warm call copies the words to its stack, puts the addresses in and enqueues.
 
-use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
 use smallvec::SmallVec;
 
 use super::record::Record;
-use crate::driver::{KernelCall, Stream, Zero};
+use crate::driver::{LaunchSpec, Stream, Work, Zero};
 use crate::error::{Error, Result};
-use crate::layout::{self, Call, Extents, Parameter, TensorView};
+use crate::layout::{self, Call, Extent, Extents, Parameter, TensorView};
+use crate::payload::KernelPlan;
 use crate::runtime::Runtime;
 
-/// Words of kernel parameters that fit on the stack: more than any launch of the classic families has.
-const PARAMETER_WORDS: usize = 24;
+/// The most tensors that a call may have: a convolution's second derivative has sixteen.
+pub const MAX_TENSORS: usize = 24;
+/// The most 64-bit words that the parameters of a call's launches may take: a deterministic convolution's second derivative
+/// takes thirty-eight.
+pub const MAX_WORDS: usize = 56;
+/// The most results of a call that may be zeroed.
+pub const MAX_ZEROED: usize = 8;
 
-/// The state of one call site: which kernel, which derivative order, and its extents once they are known.
+/// The device addresses of one call: its operands, in order, then its results, the extra workspace included.
+#[derive(Debug)]
+pub struct Addresses {
+    list: [u64; MAX_TENSORS],
+    count: usize,
+}
+
+impl Default for Addresses {
+    #[inline]
+    fn default() -> Self {
+        Self { list: [0; MAX_TENSORS], count: 0 }
+    }
+}
+
+impl Extend<u64> for Addresses {
+    /// Counts every address; those past the most that a call may have are not kept, and the call is refused for its count.
+    #[inline]
+    fn extend<I: IntoIterator<Item = u64>>(&mut self, addresses: I) {
+        for address in addresses {
+            if let Some(place) = self.list.get_mut(self.count) {
+                *place = address;
+            }
+            self.count += 1;
+        }
+    }
+}
+
+/// The state of one call site: which kernel, which derivative order, and the prepared call once its shapes are known.
 #[derive(Debug)]
 pub struct CallState {
     record: Arc<Record>,
     order: usize,
     call: &'static Call,
-    extents: OnceLock<Extents>,
+    prepared: OnceLock<Prepared>,
 }
 
-/// The device addresses of one call.
-#[derive(Debug, Default)]
-pub struct Addresses {
-    /// Of the operands, in order.
-    pub operands: SmallVec<[u64; 12]>,
-    /// Of the results, in order, the extra workspace included.
-    pub results: SmallVec<[u64; 6]>,
+/// A call of known shapes: everything but the addresses.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Tensors that the call has, operands and results.
+    tensors: usize,
+    /// What is zeroed; addresses are 0.
+    zeros: [Zero; MAX_ZEROED],
+    /// Which tensor each of the zeros is.
+    zeroed: SmallVec<[u8; MAX_ZEROED]>,
+    /// The parameters of all launches, one after another; addresses are 0.
+    words: [u64; MAX_WORDS],
+    /// How many of the words are used.
+    used: usize,
+    /// Which word gets the address of which tensor.
+    addresses: SmallVec<[(u8, u8); MAX_WORDS]>,
+    /// The launches, fix-ups included; none where there is no work.
+    launches: SmallVec<[LaunchSpec; 4]>,
+}
+
+impl Prepared {
+    /// Works a call out.
+    ///
+    /// # Errors
+    /// The family's call has more tensors, parameters or zeroed results than are provided for.
+    fn new(call: &Call, plan: &KernelPlan, extents: &Extents) -> Result<Self> {
+        let operands = call.operands.len();
+        let mut prepared = Self {
+            tensors: operands + call.results.len() + usize::from(extents.has_workspace_result),
+            zeros: [Zero { address: 0, bytes: 0 }; MAX_ZEROED],
+            zeroed: SmallVec::new(),
+            words: [0; MAX_WORDS],
+            used: 0,
+            addresses: SmallVec::new(),
+            launches: SmallVec::new(),
+        };
+        if prepared.tensors > MAX_TENSORS || call.zeroed.len() > MAX_ZEROED {
+            return Err(too_many());
+        }
+        for &result in call.zeroed {
+            let bytes = extents.result_bytes[result];
+            if bytes > 0 {
+                prepared.zeros[prepared.zeroed.len()].bytes = bytes;
+                prepared.zeroed.push(number(operands + result)?);
+            }
+        }
+        if extents.get(call.work) == 0 {
+            return Ok(prepared);
+        }
+        for launch in call.launches {
+            let size = launch.size.of(plan);
+            let mut add = |entry, parameters: &[Parameter], shared_bytes| {
+                let first = prepared.used;
+                let mut starts = SmallVec::new();
+                for parameter in parameters {
+                    starts.push(number(prepared.used - first)?);
+                    prepared.push(*parameter, call, plan, extents)?;
+                }
+                prepared.launches.push(LaunchSpec {
+                    entry,
+                    blocks: size.blocks,
+                    threads: size.threads,
+                    shared_bytes,
+                    words: first..prepared.used,
+                    parameters: starts,
+                });
+                Ok(())
+            };
+            add(launch.entry, launch.parameters, size.shared_bytes)?;
+            if let Some(fixup) = launch.fixup.as_ref().filter(|_| plan.deterministic) {
+                add(fixup.entry, fixup.parameters, 0)?;
+            }
+        }
+        Ok(prepared)
+    }
+
+    fn push(&mut self, parameter: Parameter, call: &Call, plan: &KernelPlan, extents: &Extents) -> Result<()> {
+        let operands = call.operands.len();
+        match parameter {
+            Parameter::Count(extent) => self.word(extents.get(extent)),
+            Parameter::Workspace(_) if !plan.deterministic => self.word(0),
+            Parameter::Workspace(_) if extents.has_workspace_result => self.address(operands + call.results.len()),
+            Parameter::Operand(index) | Parameter::Workspace(index) => self.address(index),
+            Parameter::Result(index) => self.address(operands + index),
+            Parameter::Graph { rows, cols } => {
+                self.address(rows)?;
+                self.address(cols)?;
+                self.word(extents.get(Extent::Edges))?;
+                self.word(extents.get(Extent::Nodes))
+            }
+        }
+    }
+
+    fn address(&mut self, tensor: usize) -> Result<()> {
+        self.addresses.push((number(self.used)?, number(tensor)?));
+        self.word(0)
+    }
+
+    fn word(&mut self, value: u64) -> Result<()> {
+        *self.words.get_mut(self.used).ok_or_else(too_many)? = value;
+        self.used += 1;
+        Ok(())
+    }
+}
+
+fn number(index: usize) -> Result<u8> {
+    u8::try_from(index).map_err(|_| too_many())
+}
+
+fn too_many() -> Error {
+    Error::internal(format!(
+        "a target's call has more than {MAX_TENSORS} tensors, {MAX_WORDS} words of parameters or {MAX_ZEROED} zeroed results"
+    ))
 }
 
 impl CallState {
@@ -39,7 +180,7 @@ impl CallState {
     /// The family has no such order.
     pub fn new(record: Arc<Record>, order: usize) -> Result<Self> {
         let call = record.call(order)?;
-        Ok(Self { record, order, call, extents: OnceLock::new() })
+        Ok(Self { record, order, call, prepared: OnceLock::new() })
     }
 
     /// The kernel.
@@ -54,20 +195,21 @@ impl CallState {
         self.order
     }
 
-    /// The extents, if the tensors were checked already.
+    /// The prepared call, if the tensors were checked already.
     #[inline]
     #[must_use]
-    pub fn extents(&self) -> Option<&Extents> {
-        self.extents.get()
+    pub fn prepared(&self) -> Option<&Prepared> {
+        self.prepared.get()
     }
 
     /// Checks the call site's tensors, and remembers the outcome: XLA's shapes never change at one call site.
     ///
     /// # Errors
     /// See [`layout::check`].
-    pub fn check(&self, operands: &[TensorView<'_>], results: &[TensorView<'_>]) -> Result<&Extents> {
+    pub fn check(&self, operands: &[TensorView<'_>], results: &[TensorView<'_>]) -> Result<&Prepared> {
         let extents = layout::check(self.call, self.record.plan(), operands, results)?;
-        Ok(self.extents.get_or_init(|| extents))
+        let prepared = Prepared::new(self.call, self.record.plan(), &extents)?;
+        Ok(self.prepared.get_or_init(|| prepared))
     }
 
     /// Makes the launcher for a device if it can be had; with `wait`, waits for the compiler.
@@ -85,113 +227,55 @@ impl CallState {
     /// Zeroes and launches. Compiles and loads first if that was not done; once warm, only enqueues.
     ///
     /// # Errors
-    /// What [`Record::prepare`] or the driver says.
+    /// What [`Record::prepare`] or the driver says, or addresses that are not those of the checked call.
     ///
     /// # Safety
-    /// The stream belongs to the device, `extents` came from checking this call's tensors, and the addresses are those
+    /// The stream belongs to the device, `prepared` came from checking this call's tensors, and the addresses are those
     /// tensors' on that device, valid until the work on the stream is done.
+    #[inline]
     pub unsafe fn execute(
         &self,
         runtime: &Runtime,
         ordinal: u32,
         stream: Stream,
-        extents: &Extents,
+        prepared: &Prepared,
         addresses: &Addresses,
     ) -> Result<()> {
-        let mut ready = self.record.launcher(self.order, ordinal);
-        if ready.is_none() {
-            self.record.prepare(runtime, self.order, ordinal, true)?;
-            ready = self.record.launcher(self.order, ordinal);
+        let ready = match self.record.launcher(self.order, ordinal) {
+            Some(ready) => ready,
+            None => self.first(runtime, ordinal)?,
+        };
+        let (Some(launcher), true) = (ready.get(), addresses.count == prepared.tensors) else {
+            return Err(Error::internal(format!(
+                "the call has {} tensors; the one that was checked had {}",
+                addresses.count, prepared.tensors
+            )));
+        };
+        let mut zeros = prepared.zeros;
+        for (zero, tensor) in zeros.iter_mut().zip(&prepared.zeroed) {
+            zero.address = addresses.list[usize::from(*tensor)];
         }
-        let launcher = ready
-            .as_ref()
-            .and_then(|ready| ready.get())
-            .ok_or_else(|| Error::internal("a launcher was made but is not there"))?;
-
-        let plan = self.record.plan();
-        let mut zeros: SmallVec<[Zero; 4]> = SmallVec::new();
-        for &index in self.call.zeroed {
-            let bytes = extents.result_bytes[index];
-            if bytes > 0 {
-                zeros.push(Zero { address: addresses.results[index], bytes });
-            }
+        let mut words = prepared.words;
+        for &(word, tensor) in &prepared.addresses {
+            words[usize::from(word)] = addresses.list[usize::from(tensor)];
         }
-
-        // Values first, then pointers to them: a vector that grows moves its values.
-        let busy = extents.get(self.call.work) > 0;
-        let todo = if busy { self.call.launches } else { &[] };
-        let mut values: SmallVec<[u64; 2 * PARAMETER_WORDS]> = SmallVec::new();
-        let mut starts: SmallVec<[usize; 2 * PARAMETER_WORDS]> = SmallVec::new();
-        let mut counts: SmallVec<[(usize, usize); 4]> = SmallVec::new();
-        for (launch, resolved) in todo.iter().zip(&launcher.launches) {
-            let fixup = launch.fixup.as_ref().filter(|_| resolved.fixup.is_some());
-            let fixup_parameters = fixup.map_or(&[] as &[Parameter], |fixup| fixup.parameters);
-            for parameter in launch.parameters.iter().chain(fixup_parameters) {
-                starts.push(values.len());
-                push(&mut values, *parameter, plan.deterministic, self.call, extents, addresses);
-            }
-            counts.push((launch.parameters.len(), fixup_parameters.len()));
-        }
-        let base = values.as_mut_ptr();
-        let pointers: SmallVec<[*mut c_void; 2 * PARAMETER_WORDS]> =
-            starts.iter().map(|start| base.wrapping_add(*start).cast()).collect();
-
-        let mut calls: SmallVec<[KernelCall<'_>; 4]> = SmallVec::new();
-        let mut rest: &[*mut c_void] = &pointers;
-        for ((launch, resolved), (own, after)) in todo.iter().zip(&launcher.launches).zip(&counts) {
-            let size = launch.size.of(plan);
-            let (parameters, tail) = rest.split_at(*own);
-            let (fixup_parameters, tail) = tail.split_at(*after);
-            rest = tail;
-            calls.push(KernelCall {
-                function: resolved.function,
-                blocks: size.blocks,
-                threads: size.threads,
-                shared_bytes: size.shared_bytes,
-                parameters,
-                entry: launch.entry,
-            });
-            if let (Some(function), Some(fixup)) = (resolved.fixup, &launch.fixup) {
-                calls.push(KernelCall {
-                    function,
-                    blocks: size.blocks,
-                    threads: size.threads,
-                    shared_bytes: 0,
-                    parameters: fixup_parameters,
-                    entry: fixup.entry,
-                });
-            }
-        }
-        // SAFETY: by this function's contract; the launcher, held by `ready`, keeps the functions loaded, and a record
-        // keeps its launchers.
-        unsafe { runtime.driver.enqueue(ordinal, stream, &zeros, &calls)? };
+        let work = Work {
+            zeros: &zeros[..prepared.zeroed.len()],
+            launches: &prepared.launches,
+            functions: &launcher.functions,
+            words: &words[..prepared.used],
+        };
+        // SAFETY: by this function's contract; the record, which this state holds, keeps the launcher and so the functions.
+        unsafe { runtime.driver.enqueue(ordinal, stream, &work)? };
         runtime.counters.count_launch();
         Ok(())
     }
-}
 
-#[inline]
-fn push(
-    values: &mut SmallVec<[u64; 2 * PARAMETER_WORDS]>,
-    parameter: Parameter,
-    deterministic: bool,
-    call: &Call,
-    extents: &Extents,
-    addresses: &Addresses,
-) {
-    match parameter {
-        Parameter::Count(extent) => values.push(extents.get(extent)),
-        Parameter::Result(index) => values.push(addresses.results[index]),
-        Parameter::Graph { rows, cols } => {
-            values.extend_from_slice(&[
-                addresses.operands[rows],
-                addresses.operands[cols],
-                extents.get(layout::Extent::Edges),
-                extents.get(layout::Extent::Nodes),
-            ]);
-        }
-        Parameter::Workspace(_) if !deterministic => values.push(0),
-        Parameter::Workspace(_) if extents.has_workspace_result => values.push(addresses.results[call.results.len()]),
-        Parameter::Operand(index) | Parameter::Workspace(index) => values.push(addresses.operands[index]),
+    /// The launcher, made now.
+    #[cold]
+    fn first(&self, runtime: &Runtime, ordinal: u32) -> Result<super::record::Ready> {
+        self.record.prepare(runtime, self.order, ordinal, true)?;
+        let ready = self.record.launcher(self.order, ordinal);
+        ready.ok_or_else(|| Error::internal("a launcher was made but is not there"))
     }
 }

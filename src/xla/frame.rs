@@ -112,6 +112,14 @@ impl<'a> Tensors<'a> {
     }
 }
 
+impl Tensors<'_> {
+    /// Appends the device address of each tensor, 0 for what is not a plain buffer.
+    #[inline]
+    pub fn addresses<A: Extend<u64>>(&self, list: &mut A) {
+        list.extend((0..self.len()).map(|index| self.get(index).map_or(0, |tensor| tensor.address())));
+    }
+}
+
 /// One operand or result.
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor<'a> {

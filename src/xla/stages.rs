@@ -166,23 +166,22 @@ fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
     };
     let ordinal = ordinal(frame)?;
     // SAFETY: the state is used within this call only.
-    if let Some(state) = (unsafe { site_state(frame) })? {
-        let extents = if let Some(extents) = state.extents() {
-            extents
-        } else {
-            let (operands, results) = views(frame)?;
-            state.check(&operands, &results)?
-        };
-        let addresses = addresses(frame);
-        // SAFETY: XLA's stream, ordinal and buffers belong together, and the extents are those of this call site.
-        return unsafe { state.execute(runtime, ordinal, stream, extents, &addresses) };
-    }
-    let state = state_of::<T>(runtime, frame)?;
-    let (operands, results) = views(frame)?;
-    let extents = state.check(&operands, &results)?;
-    let addresses = addresses(frame);
-    // SAFETY: as above.
-    unsafe { state.execute(runtime, ordinal, stream, extents, &addresses) }
+    let site = (unsafe { site_state(frame) })?;
+    let stateless;
+    let state = if let Some(site) = site {
+        site
+    } else {
+        stateless = state_of::<T>(runtime, frame)?;
+        &stateless
+    };
+    let prepared = if let Some(prepared) = state.prepared() {
+        prepared
+    } else {
+        let (operands, results) = views(frame)?;
+        state.check(&operands, &results)?
+    };
+    // SAFETY: XLA's stream, ordinal and buffers belong together, and the prepared call is that of this call site.
+    unsafe { state.execute(runtime, ordinal, stream, prepared, &addresses(frame)) }
 }
 
 /// Why there is no stream: usually because there is no GPU, which is the more useful thing to say.
@@ -291,8 +290,7 @@ fn list<'a>(tensors: Tensors<'a>, what: &str) -> Result<Views<'a>> {
 #[inline]
 fn addresses(frame: &Frame<'_>) -> Addresses {
     let mut addresses = Addresses::default();
-    let (operands, results) = (frame.operands(), frame.results());
-    addresses.operands.extend((0..operands.len()).map(|index| operands.get(index).map_or(0, |t| t.address())));
-    addresses.results.extend((0..results.len()).map(|index| results.get(index).map_or(0, |t| t.address())));
+    frame.operands().addresses(&mut addresses);
+    frame.results().addresses(&mut addresses);
     addresses
 }

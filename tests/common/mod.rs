@@ -12,7 +12,10 @@
     clippy::missing_safety_doc,
     clippy::must_use_candidate,
     clippy::undocumented_unsafe_blocks,
-    reason = "test support: a broken expectation should panic, and the stand-ins play XLA's side of the contract"
+    clippy::type_complexity,
+    clippy::vec_box,
+    clippy::needless_pass_by_value,
+    reason = "test support: a broken expectation should panic, the stand-ins play XLA's side of the contract, and what frames point to must not move"
 )]
 
 use std::collections::HashMap;
@@ -23,7 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use oeq_native::compile::{Architecture, Compiler, Image, Program};
 use oeq_native::config::Config;
-use oeq_native::driver::{Driver, Function, FunctionSpec, KernelCall, Module, Stream, Zero};
+use oeq_native::driver::{Driver, Function, FunctionSpec, Module, Stream, Work, Zero};
 use oeq_native::xla::ffi::{self, StructSize};
 use oeq_native::{Error, Result, Runtime};
 
@@ -158,9 +161,11 @@ unsafe extern "C" fn state_set<const MINOR: c_int>(args: *mut c_void) -> *mut ff
         deleter
     } else {
         let types = TYPES.lock().unwrap();
-        let known = types.as_ref().unwrap().iter().find(|(name, (known, _))| {
-            *known == id && name.starts_with(&format!("{MINOR}/"))
-        });
+        let known = types
+            .as_ref()
+            .unwrap()
+            .iter()
+            .find(|(name, (known, _))| *known == id && name.starts_with(&format!("{MINOR}/")));
         match known {
             Some((_, (_, deleter))) => *deleter,
             None => return fake_error(13, "Type id is not registered with a static registry"),
@@ -636,39 +641,29 @@ impl Driver for FakeDriver {
         Ok(Box::new(FakeModule(handles)))
     }
 
-    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, zeros: &[Zero], calls: &[KernelCall<'_>]) -> Result<()> {
+    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
         if self.0.silent.load(Ordering::Relaxed) {
             return Ok(());
         }
         let functions = self.0.functions.lock().unwrap();
-        let launches = calls
+        let launches = work
+            .launches
             .iter()
-            .map(|call| {
-                let (entry, image) = functions[&call.function.0].clone();
-                assert_eq!(entry, call.entry);
-                // A convolution's graph is the one parameter of four words.
-                let graph = match (entry.as_str(), call.parameters.len()) {
-                    ("forward", 6) => Some(4),
-                    ("backward", 10) => Some(7),
-                    ("double_backward_A" | "double_backward_B", 14) => Some(11),
-                    _ => None,
-                };
-                let parameters = call
-                    .parameters
-                    .iter()
-                    .enumerate()
-                    .map(|(index, pointer)| {
-                        let words = if graph == Some(index) { 4 } else { 1 };
-                        (0..words).map(|word| unsafe { *pointer.cast::<u64>().add(word) }).collect()
-                    })
-                    .collect();
-                let (blocks, threads, shared_bytes) = (call.blocks, call.threads, call.shared_bytes);
+            .zip(work.functions)
+            .map(|(launch, function)| {
+                let (entry, image) = functions[&function.0].clone();
+                assert_eq!(entry, launch.entry);
+                let words = &work.words[launch.words.clone()];
+                let starts: Vec<usize> = launch.parameters.iter().map(|start| usize::from(*start)).collect();
+                let ends = starts.iter().skip(1).copied().chain([words.len()]);
+                let parameters = starts.iter().zip(ends).map(|(start, end)| words[*start..end].to_vec()).collect();
+                let (blocks, threads, shared_bytes) = (launch.blocks, launch.threads, launch.shared_bytes);
                 Launched { entry, image, blocks, threads, shared_bytes, parameters }
             })
             .collect();
         let stream = stream.0 as u64;
-        let work = Enqueued { ordinal, stream, zeros: zeros.to_vec(), launches };
-        self.0.enqueued.lock().unwrap().entry(stream).or_default().push(work);
+        let enqueued = Enqueued { ordinal, stream, zeros: work.zeros.to_vec(), launches };
+        self.0.enqueued.lock().unwrap().entry(stream).or_default().push(enqueued);
         Ok(())
     }
 }

@@ -1,0 +1,29 @@
+//! Looks for payloads among bytes whose format is not known.
+//!
+//! Only for bytecode that is newer than this crate: what is found has no call around it, and nothing tells whether it is
+//! used. The format itself is always read where it is known.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// How a payload begins: OEQ writes this member first.
+const BEGIN: &[u8] = b"{\"kernel\":";
+
+/// Every different JSON object in `bytes` that begins like a payload.
+pub(super) fn payloads(bytes: &[u8]) -> Vec<Arc<[u8]>> {
+    let (mut found, mut seen, mut at) = (Vec::new(), HashSet::new(), 0);
+    while let Some(offset) = bytes[at..].windows(BEGIN.len()).position(|window| window == BEGIN) {
+        let start = at + offset;
+        let mut values = serde_json::Deserializer::from_slice(&bytes[start..]).into_iter::<serde::de::IgnoredAny>();
+        at = if let Some(Ok(_)) = values.next() {
+            let end = start + values.byte_offset();
+            if seen.insert(&bytes[start..end]) {
+                found.push(Arc::from(&bytes[start..end]));
+            }
+            end
+        } else {
+            start + BEGIN.len()
+        };
+    }
+    found
+}
