@@ -852,3 +852,54 @@ fn a_real_limit_on_file_sizes_does_not_kill_a_worker() {
     assert!(entries(&tree.0.join("store"), "images").is_empty());
     row("EFBIG of the real kernel (RLIMIT_FSIZE)", "compiled, in memory only, the process lives");
 }
+
+#[test]
+fn a_full_disk_is_memory_only() {
+    const TEST: &str = "a_full_disk_is_memory_only";
+    if role().is_some() {
+        let (directory, stub) = marked(0);
+        let world = world(&directory, stub, Arc::new(System), LIMIT);
+        let told = warnings(|| {
+            for unit in 0..8 {
+                world.get(&format!("{unit} {}", "x".repeat(30 << 10))).unwrap();
+            }
+        });
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(told[0].contains("No space left") && told[0].contains("in memory only"), "{told:?}");
+        assert!(world.stats().store_writes >= 1 && world.images.store().unwrap().is_memory_only());
+        // What was stored before it was full is whole.
+        let next = plain(&directory);
+        next.get(&format!("0 {}", "x".repeat(30 << 10))).unwrap();
+        assert_eq!(next.compiled(), 0);
+        return;
+    }
+    // A file system of 128 KiB, in name spaces of the child's own. Not every machine allows those.
+    let tree = Tree::new("full");
+    let store = tree.0.join("store");
+    fs::create_dir(&store).unwrap();
+    let script = "mount -t tmpfs -o size=128k none \"$1\" && shift && exec \"$@\"";
+    let inner = child(TEST, "full", &tree);
+    let unshare = |program: &[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(["-rm", "sh", "-c", script, "sh"]).arg(&store).args(program);
+        command
+            .env("OEQ_TEST_CHILD", "full")
+            .env("OEQ_TEST_TREE", &tree.0)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    };
+    if !unshare(&["true"]).status().is_ok_and(|status| status.success()) {
+        println!("not run: this machine does not let a test mount a small file system");
+        return;
+    }
+    let program = inner.get_program().to_str().unwrap().to_owned();
+    let arguments = inner.get_args().map(|argument| argument.to_str().unwrap());
+    let command: Vec<&str> = std::iter::once(program.as_str()).chain(arguments).collect();
+    let told = finish(unshare(&command).spawn().unwrap());
+    assert!(told.contains("1 passed"), "{told}");
+    row(
+        "ENOSPC of the real kernel (a tmpfs of 128 KiB)",
+        "compiled, in memory only, one warning, what was stored is whole",
+    );
+}
