@@ -3,7 +3,8 @@
 //! from `OpenEquivariance`), `OEQ_NVRTC` the compiler, `OEQ_BENCH_REPEAT` how often each policy runs (the best counts).
 //!
 //! The floor is the sum of the units' times, each compiled with nothing beside it, over the cores, or the longest unit
-//! where that is more. It is not quite reachable where cores share caches, memory or hyper-threads.
+//! where that is more. It is not quite reachable where cores share caches, memory or hyper-threads. Seconds that pass mean
+//! something on a quiet machine only; the processor's seconds, beside them, mean nearly the same on any.
 #![allow(
     missing_docs,
     clippy::unwrap_used,
@@ -118,8 +119,31 @@ struct Policy {
     split_last: usize,
 }
 
-/// Seconds from the first submission to the last result.
-fn run(nvrtc: &Arc<Nvrtc>, units: &[Unit], policy: Policy) -> f64 {
+/// Seconds that all threads of this process have worked, in the kernel's ticks of a hundredth.
+fn worked() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let ticks = stat.rsplit_once(')').unwrap().1.split_whitespace().skip(11).take(2);
+    ticks.map(|ticks| ticks.parse::<f64>().unwrap()).sum::<f64>() / 100.0
+}
+
+/// A policy's seconds, and the processor's.
+#[derive(Clone, Copy)]
+struct Time {
+    wall: f64,
+    work: f64,
+}
+
+impl Time {
+    const NONE: Self = Self { wall: f64::INFINITY, work: f64::INFINITY };
+
+    fn best(self, other: Self) -> Self {
+        Self { wall: self.wall.min(other.wall), work: self.work.min(other.work) }
+    }
+}
+
+/// From the first submission to the last result.
+fn run(nvrtc: &Arc<Nvrtc>, units: &[Unit], policy: Policy) -> Time {
+    let work = worked();
     let pool = Pool::new(policy.workers);
     let started = Arc::new(AtomicUsize::new(0));
     let begin = Instant::now();
@@ -137,7 +161,7 @@ fn run(nvrtc: &Arc<Nvrtc>, units: &[Unit], policy: Policy) -> f64 {
     }
     drop(send);
     assert_eq!(done.iter().count(), count);
-    begin.elapsed().as_secs_f64()
+    Time { wall: begin.elapsed().as_secs_f64(), work: worked() - work }
 }
 
 static SPLIT: std::sync::LazyLock<[String; 1]> = std::sync::LazyLock::new(|| ["--split-compile=0".to_owned()]);
@@ -158,13 +182,17 @@ fn main() {
     let [whole, pooled] = [1, 8].map(|workers| {
         let policy = Policy { workers, largest_first: false, split_last: usize::MAX >> 1 };
         let units = units(&kernels, Part::All, CompileUnits::Whole);
-        (0..repeat).map(|_| run(&nvrtc, &units, policy)).fold(f64::INFINITY, f64::min)
+        (0..repeat).map(|_| run(&nvrtc, &units, policy)).fold(Time::NONE, Time::best)
     });
-    println!("{:<58} {whole:>8.2}", "whole programs, one by one, --split-compile=0");
-    println!("{:<58} {pooled:>8.2}", "whole programs, pool of 8, --split-compile=0");
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap();
+    println!("load of the machine before this began, at most: {}", load.split(' ').nth(2).unwrap());
+    println!("{:<58} {:>8} {:>8}", "whole programs", "seconds", "worked");
+    for (name, time) in [("one by one, --split-compile=0", whole), ("pool of 8, --split-compile=0", pooled)] {
+        println!("  {name:<56} {:>8.2} {:>8.2}", time.wall, time.work);
+    }
     println!(
-        "{:<58} {:>8} {:>8} {:>8} {:>10} {:>10}",
-        "units", "seconds", "floor", "of floor", "one by one", "pool of 8"
+        "{:<58} {:>8} {:>8} {:>8} {:>8} {:>10} {:>10}",
+        "units", "seconds", "worked", "floor", "of floor", "one by one", "pool of 8"
     );
     for (name, part) in parts {
         let units = units(&kernels, part, CompileUnits::Split);
@@ -177,7 +205,7 @@ fn main() {
             ("largest first, the last ones with --split-compile=0", pool(true, last)),
             ("largest first, all with --split-compile=0", pool(true, usize::MAX >> 1)),
         ];
-        let mut best = [f64::INFINITY; 4];
+        let mut best = [Time::NONE; 4];
         // In turns, so that whatever else the machine does meets all of them.
         for _ in 0..repeat {
             for (time, unit) in alone.iter_mut().zip(&units) {
@@ -186,7 +214,7 @@ fn main() {
                 *time = time.min(begin.elapsed().as_secs_f64());
             }
             for (time, (_, policy)) in best.iter_mut().zip(&policies) {
-                *time = time.min(run(&nvrtc, &units, *policy));
+                *time = time.best(run(&nvrtc, &units, *policy));
             }
         }
         let sum: f64 = alone.iter().sum();
@@ -194,10 +222,12 @@ fn main() {
         println!("{name}: {} units, {sum:.2} s one at a time", units.len());
         for (time, (policy, _)) in best.iter().zip(&policies) {
             println!(
-                "  {policy:<56} {time:>8.2} {floor:>8.2} {:>8.2} {:>9.1}x {:>9.1}x",
-                time / floor,
-                whole / time,
-                pooled / time
+                "  {policy:<56} {:>8.2} {:>8.2} {floor:>8.2} {:>8.2} {:>9.1}x {:>9.1}x",
+                time.wall,
+                time.work,
+                time.wall / floor,
+                whole.wall / time.wall,
+                pooled.wall / time.wall
             );
         }
     }
