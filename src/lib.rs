@@ -39,6 +39,8 @@ pub use xla::register::{Platform, register as register_ffi};
 
 #[doc(hidden)]
 pub mod __private {
-    //! For the crate's macros.
+    //! For the crate's macros and tests.
+    #[cfg(debug_assertions)]
+    pub use crate::sync::locks_taken;
     pub use inventory;
 }
