@@ -24,6 +24,7 @@ pub mod kernel;
 pub mod layout;
 #[cfg(feature = "cli")]
 pub mod model;
+pub mod operator;
 pub mod payload;
 pub mod registry;
 pub mod runtime;
