@@ -11,6 +11,7 @@
 #   poison     results do not depend on what result buffers held                   (these four run side by side)
 #   numerics   the targets through jax.ffi and second derivatives, ours against upstream
 #   capture    many calls with and without XLA's command buffers
+#   graphs     first calls inside captures in every mode, captures beside loading, threads without a context
 #   threads    eight threads with executables of their own
 #   sanitizer  compute-sanitizer on a tiny run of each target, where it is installed
 #   suite      OpenEquivariance's own JAX tests on both modules
@@ -36,7 +37,7 @@ begin=$SECONDS work=$(mktemp -d) failed=()
 out=${OUT:-$work} && mkdir -p "$out"
 full=$out/gpu-run.log && : >"$full"
 parts=("$@")
-[[ $# -gt 0 ]] || parts=(smoke cold dispatch poison numerics capture threads sanitizer zero suite)
+[[ $# -gt 0 ]] || parts=(smoke cold dispatch poison numerics capture graphs threads sanitizer zero suite)
 wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 first() { for p in "$@"; do [[ -e $p ]] && { echo "$p"; return; }; done; echo "$1"; }
 
@@ -178,6 +179,14 @@ if wants sanitizer; then
 fi
 for p in "${side[@]:-}"; do [[ -n $p ]] && wait "$p"; done
 report poison numerics capture threads sanitizer
+
+# ---- captures made by the test itself ----------------------------------------------------------------------------
+if wants graphs; then
+  t=$SECONDS
+  timeout -k 5 150 "$PYTHON" "$here/graphs.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" >"$work/graphs.log" 2>&1
+  echo "$? $((SECONDS - t))" >"$work/graphs.rc"
+  tail -n 20 "$work/graphs.log"
+fi
 
 # ---- the zeroing kernel ------------------------------------------------------------------------------------------
 if wants zero; then
