@@ -97,6 +97,8 @@ impl Slice {
 struct Operator {
     runtime: &'static Runtime,
     record: Arc<Record>,
+    /// Makes the operator a user of the record for as long as it lives, so that a call is not the first and last one.
+    _user: CallState,
 }
 
 impl Operator {
@@ -104,7 +106,7 @@ impl Operator {
         // Callers have no hash of OEQ's; any will do, as long as equal payloads have equal ones.
         let hash = ahash::RandomState::with_seeds(1, 2, 3, 4).hash_one(payload);
         let record = runtime.intern(family, i64::from_ne_bytes(hash.to_ne_bytes()), Payload::Json(payload))?;
-        Ok(Self { runtime, record })
+        Ok(Self { runtime, _user: CallState::new(Arc::clone(&record), 0)?, record })
     }
 
     fn prefetch(&self, derivative: usize, ordinal: u32) -> Result<()> {

@@ -593,6 +593,7 @@ pub struct World {
     /// Whether enqueue keeps notes (notes allocate).
     pub silent: std::sync::atomic::AtomicBool,
     pub loads: AtomicU64,
+    pub unloads: AtomicU64,
     /// Function handle to (entry, image).
     functions: Mutex<HashMap<usize, (String, u64)>>,
     next_function: AtomicU64,
@@ -601,7 +602,15 @@ pub struct World {
 
 struct FakeDriver(Arc<World>);
 struct FakeCompiler(Arc<World>);
-struct FakeModule(Vec<Function>);
+struct FakeModule(Vec<Function>, Arc<World>);
+
+impl Drop for FakeModule {
+    fn drop(&mut self) {
+        let mut functions = self.1.functions.lock().unwrap();
+        self.0.iter().for_each(|function| assert!(functions.remove(&function.0).is_some()));
+        self.1.unloads.fetch_add(1, Ordering::SeqCst);
+    }
+}
 
 impl Module for FakeModule {
     fn function(&self, index: usize) -> Option<Function> {
@@ -638,7 +647,7 @@ impl Driver for FakeDriver {
             self.0.functions.lock().unwrap().insert(handle, (spec.entry.to_owned(), number));
             handles.push(Function(handle));
         }
-        Ok(Box::new(FakeModule(handles)))
+        Ok(Box::new(FakeModule(handles, Arc::clone(&self.0))))
     }
 
     unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
@@ -690,10 +699,14 @@ impl Compiler for FakeCompiler {
 
 /// The process's runtime, on the stand-ins.
 pub fn world() -> &'static World {
+    world_with(Config { compile_threads: 4, ..Config::default() })
+}
+
+/// The same with options; the first call decides.
+pub fn world_with(config: Config) -> &'static World {
     static WORLD: OnceLock<Arc<World>> = OnceLock::new();
     WORLD.get_or_init(|| {
         let world = Arc::new(World::default());
-        let config = Config { compile_threads: 4, ..Config::default() };
         let driver = Box::new(FakeDriver(Arc::clone(&world)));
         Runtime::install(Runtime::new(config, driver, Arc::new(FakeCompiler(Arc::clone(&world))))).unwrap();
         world

@@ -5,7 +5,10 @@
 - One thread captures without pause while another compiles and loads kernels: no capture is invalidated.
 - A thread without a current context, and one with another: calls work, and the context is the same afterwards.
 
-usage: graphs.py LIBRARY PAYLOADS
+usage: graphs.py LIBRARY PAYLOADS [unload]
+
+With `unload` the library keeps nothing that no call site uses (OEQ_KEEP_BYTES=0), and the test is about that: a call site
+goes while its work is still on the device, and modules are unloaded while another thread captures.
 """
 
 import json
@@ -18,7 +21,10 @@ import numpy as np
 import frames
 
 LOADS = int(os.environ.get("GRAPHS_LOADS", 50))
-NODES, EDGES = 50, 400
+UNLOAD = sys.argv[3:] == ["unload"]
+if UNLOAD:
+    os.environ["OEQ_KEEP_BYTES"] = "0"
+NODES, EDGES = (1000, 20000) if UNLOAD else (50, 400)
 library_path, folder = sys.argv[1:3]
 frames.open_gpu()
 library = frames.Library(library_path)
@@ -51,7 +57,7 @@ def close(a, b):
 paths = {kind: os.path.join(folder, f"{kind}.json") for kind in ("conv_uvu_f32", "conv_det_f32", "tp_uvu_f32")}
 failures = []
 
-for kind, path in paths.items():
+for kind, path in () if UNLOAD else paths.items():
     family = kind.split("_")[0]
     for order, name in enumerate(("forward", "backward", "double_backward")):
         target = f"{family}_{name}"
@@ -76,7 +82,24 @@ for kind, path in paths.items():
                 if not close(results(rets), expected):
                     failures.append(f"{kind} {target} {mode}: {attempt}: results differ")
                 site.close()
-print(f"graphs: {len(paths) * 3} targets, first call inside a capture in {len(frames.Capture.MODES)} modes, replayed twice")
+if not UNLOAD:
+    print(f"graphs: {len(paths) * 3} targets, first call inside a capture in {len(frames.Capture.MODES)} modes, replayed twice")
+
+# The call site is gone as soon as its work is enqueued.
+for round_ in range(20 if UNLOAD else 0):
+    payload = fresh(paths["conv_uvu_f32"])
+    args, rets = call(payload, "conv_backward", 1)
+    site = frames.Site(library, "conv_backward", payload, args, rets)
+    site.execute()
+    expected = results(rets)
+    for _ in range(30):
+        site.enqueue()
+    site.close()
+    frames.check(frames._lib.gpu_sync())
+    if not close(results(rets), expected):
+        failures.append(f"round {round_}: results differ after the call site went with work in flight")
+if UNLOAD:
+    print("graphs: 20 times, a call site went with 30 calls in flight")
 
 # One thread captures without pause, another compiles and loads.
 done, captures, errors = threading.Event(), 0, []

@@ -184,7 +184,9 @@ report poison numerics capture threads sanitizer
 if wants graphs; then
   t=$SECONDS
   timeout -k 5 150 "$PYTHON" "$here/graphs.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" >"$work/graphs.log" 2>&1
-  echo "$? $((SECONDS - t))" >"$work/graphs.rc"
+  rc=$?
+  timeout -k 5 150 "$PYTHON" "$here/graphs.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" unload >>"$work/graphs.log" 2>&1
+  echo "$((rc + $?)) $((SECONDS - t))" >"$work/graphs.rc"
   tail -n 20 "$work/graphs.log"
 fi
 
