@@ -1,7 +1,7 @@
 //! The stage functions that XLA calls, one set per target.
 //!
 //! Each is an `extern "C"` function monomorphised from a [`Target`], so there is no user data and no table to search. Each
-//! body runs inside [`guard`], which answers metadata calls, turns errors into XLA's and lets no panic out.
+//! body runs inside `guard`, which answers metadata calls, turns errors into XLA's and lets no panic out.
 //!
 //! | stage | does | never |
 //! | --- | --- | --- |
@@ -160,10 +160,6 @@ fn initialize_call(frame: &Frame<'_>) -> Result<()> {
 
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
     let runtime = Runtime::global()?;
-    let stream = match frame.api().stream(frame.context()) {
-        Ok(stream) => Stream(stream),
-        Err(error) => return Err(no_stream(runtime, &error)),
-    };
     let ordinal = ordinal(frame)?;
     // SAFETY: the state is used within this call only.
     let site = (unsafe { site_state(frame) })?;
@@ -179,6 +175,10 @@ fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
     } else {
         let (operands, results) = views(frame)?;
         state.check(&operands, &results)?
+    };
+    let stream = match frame.api().stream(frame.context()) {
+        Ok(stream) => Stream(stream),
+        Err(error) => return Err(no_stream(runtime, &error)),
     };
     // SAFETY: XLA's stream, ordinal and buffers belong together, and the prepared call is that of this call site.
     unsafe { state.execute(runtime, ordinal, stream, prepared, &addresses(frame)) }
