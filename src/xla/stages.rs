@@ -77,7 +77,7 @@ unsafe fn guard(
         // SAFETY: the frame is XLA's.
         if let Some(metadata) = unsafe { metadata_of(raw) } {
             // SAFETY: the extension says where the answer goes.
-            unsafe { answer_metadata(metadata, api.and_then(Result::ok)) };
+            unsafe { answer_metadata(metadata, target, stage, api.and_then(Result::ok)) };
             return ptr::null_mut();
         }
     }
@@ -113,7 +113,8 @@ fn told(api: Api, target: &str, stage: &str, error: Error) -> *mut ffi::Error {
 /// # Safety
 /// `metadata` is XLA's structure for the answer.
 #[cold]
-unsafe fn answer_metadata(metadata: *mut ffi::Metadata, api: Option<Api>) {
+unsafe fn answer_metadata(metadata: *mut ffi::Metadata, target: &str, stage: &str, api: Option<Api>) {
+    super::register::note(target, stage, api);
     let minor = api.map_or(1, super::register::reported_minor);
     // The type is registered here, in time for an XLA that asks for its id with the handler.
     let type_id = api.filter(|api| api.minor() >= 2).and_then(|api| {

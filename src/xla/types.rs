@@ -118,6 +118,17 @@ fn register(api: Api) -> Result<ffi::TypeId> {
     Ok(id)
 }
 
+/// Ids that plugins gave to the type before their api was known.
+static REMEMBERED: Mutex<Vec<ffi::TypeId>> = Mutex::new(Vec::new());
+
+/// Takes note of an id under which the type was registered in an XLA whose api is not known yet.
+pub(super) fn remember(id: ffi::TypeId) {
+    let mut remembered = lock(&REMEMBERED);
+    if !remembered.contains(&id) {
+        remembered.push(id);
+    }
+}
+
 fn ask(api: Api) -> Result<ffi::TypeId> {
     let name = name().to_string_lossy();
     let mut id = ffi::TypeId { type_id: 0 };
@@ -126,9 +137,12 @@ fn ask(api: Api) -> Result<ffi::TypeId> {
         return Ok(id);
     }
     // Whoever registered the name did it from our table and left the id there; saying the same id again is agreed to.
-    let mut id = ffi::TypeId { type_id: TABLE_TYPE_ID.value() };
-    if id.type_id != 0 && api.register_type(&name, &mut id, &TYPE_INFO).is_ok() {
-        return Ok(id);
+    let mut candidates = lock(&REMEMBERED).clone();
+    candidates.push(ffi::TypeId { type_id: TABLE_TYPE_ID.value() });
+    for mut id in candidates {
+        if id.type_id != 0 && api.register_type(&name, &mut id, &TYPE_INFO).is_ok() {
+            return Ok(id);
+        }
     }
     // The table's id has been overwritten by a second XLA since. Another name is as good.
     let mut id = ffi::TypeId { type_id: 0 };
