@@ -391,9 +391,8 @@ impl Plugin {
         let mut known = register::registering();
         let mut api = None;
         let targets = register::all_targets(&mut known, self.raw as usize, platform, |target| {
-            let execute = target.bundle.execute.ok_or_else(|| Error::internal("a target has no execute function"))?;
-            let (outcome, noted) =
-                register::noted(target.name, || self.offer(target.name, platform, execute, target.traits));
+            let offer = || self.offer(target.name, platform, target.stateless, target.traits);
+            let (outcome, noted) = register::noted(target.name, offer);
             api = api.or(noted.api);
             outcome?;
             if noted.execute { Ok(()) } else { Err(register::unasked()) }

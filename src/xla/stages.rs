@@ -11,7 +11,8 @@
 //!
 //! There is no prepare: nothing needs one, and XLA would call it before every run.
 //!
-//! A handler that was registered without instantiate has no state. It then interns from its attributes at every call.
+//! A handler that was registered without instantiate has no state. It then interns from its attributes at every call;
+//! [`super::stateless`] has execute functions for hosts that know that they do this.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -63,7 +64,7 @@ pub unsafe extern "C" fn execute<T: Target>(frame: *mut ffi::CallFrame) -> *mut 
 /// # Safety
 /// `raw` is null or a frame that XLA made, alive through the call.
 #[inline]
-unsafe fn guard(
+pub(super) unsafe fn guard(
     raw: *mut ffi::CallFrame,
     target: &str,
     stage: &str,
@@ -160,29 +161,52 @@ fn initialize_call(frame: &Frame<'_>) -> Result<()> {
 }
 
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    let runtime = Runtime::global()?;
-    let stream = match frame.api().stream(frame.context()) {
-        Ok(stream) => Stream(stream),
-        Err(error) => return Err(no_stream(runtime, &error)),
-    };
-    let ordinal = ordinal(frame)?;
+    let call = call(frame)?;
     // SAFETY: the state is used within this call only.
     let site = (unsafe { site_state(frame) })?;
     let stateless;
     let state = if let Some(site) = site {
         site
     } else {
-        stateless = state_of::<T>(runtime, frame)?;
+        stateless = state_of::<T>(call.runtime, frame)?;
         &stateless
     };
+    // SAFETY: the state is this call site's.
+    unsafe { execute_state(&call, frame, state) }
+}
+
+/// What an execute call runs on.
+pub(super) struct Call<'a> {
+    pub(super) runtime: &'a Runtime,
+    stream: Stream,
+    ordinal: u32,
+}
+
+#[inline]
+pub(super) fn call(frame: &Frame<'_>) -> Result<Call<'static>> {
+    let runtime = Runtime::global()?;
+    let stream = match frame.api().stream(frame.context()) {
+        Ok(stream) => Stream(stream),
+        Err(error) => return Err(no_stream(runtime, &error)),
+    };
+    Ok(Call { runtime, stream, ordinal: ordinal(frame)? })
+}
+
+/// Runs a call of a known state.
+///
+/// # Safety
+/// The state is that of the frame's payload, derivative order and tensor shapes.
+#[inline]
+pub(super) unsafe fn execute_state(call: &Call<'_>, frame: &Frame<'_>, state: &CallState) -> Result<()> {
     let prepared = if let Some(prepared) = state.prepared() {
         prepared
     } else {
         let (operands, results) = views(frame)?;
         state.check(&operands, &results)?
     };
-    // SAFETY: XLA's stream, ordinal and buffers belong together, and the prepared call is that of this call site.
-    unsafe { state.execute(runtime, ordinal, stream, prepared, &addresses(frame)) }
+    // SAFETY: XLA's stream, ordinal and buffers belong together, and by this function's contract the prepared call is of
+    // this frame's tensors.
+    unsafe { state.execute(call.runtime, call.ordinal, call.stream, prepared, &addresses(frame)) }
 }
 
 /// Why there is no stream: usually because there is no GPU, which is the more useful thing to say.
@@ -213,7 +237,7 @@ unsafe fn site_state<'a>(frame: &Frame<'a>) -> Result<Option<&'a CallState>> {
     Ok(state.map(|state| unsafe { &*state.cast::<CallState>() }))
 }
 
-fn state_of<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<CallState> {
+pub(super) fn state_of<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<CallState> {
     let attributes = frame.attributes();
     let order = match T::DERIVATIVE {
         Derivative::Order(order) => order,
