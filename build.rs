@@ -25,6 +25,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return Ok(());
     }
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
+    // What links with it looks for it by name, not at the path where it was built.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,liboeq_native.so");
     if !links_with_lld() {
         println!(
             "cargo::warning=the shared library will not show the targets' plain names: that takes rustc 1.90 or newer with \

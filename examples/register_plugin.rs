@@ -2,14 +2,25 @@
 //!
 //! usage: `register_plugin PLUGIN.so [PLATFORM]` (CUDA by default)
 
-#![allow(clippy::print_stdout, reason = "a program that tells something")]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program that tells something")]
 
 use std::error::Error;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use oeq_native::{Platform, Plugin};
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
     let path = arguments.next().ok_or("usage: register_plugin PLUGIN.so [PLATFORM]")?;
     let platform = Platform::parse(arguments.next().as_deref().unwrap_or("CUDA"))?;

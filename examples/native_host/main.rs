@@ -8,12 +8,13 @@
 //!
 //! `--door` (`api`, `gpu-extension`, `execute-only`) takes one way of registering instead of the best; `execute-only` runs
 //! what hosts run that know nothing but a symbol per target.
-#![allow(clippy::print_stdout, reason = "a program that tells something")]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program that tells something")]
 
 mod npy;
 mod pjrt;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use npy::Array;
@@ -64,7 +65,17 @@ fn options() -> Result<Options> {
     Ok(Options { plugin: positional.remove(0), model, inputs, repeat, out, platform, door })
 }
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     let options = options()?;
     let mut clock = Instant::now();
     let mut lap = || std::mem::replace(&mut clock, Instant::now()).elapsed();
@@ -72,8 +83,12 @@ fn main() -> Result<()> {
     let plugin = pjrt::Plugin::open(&options.plugin)?;
     println!("opened      {} in {}", options.plugin.display(), milliseconds(lap()));
 
-    // The platform of a plugin is only known from a client; until then a name decides. "CUDA" does no harm elsewhere.
-    let platform = Platform::parse(options.platform.as_deref().unwrap_or("CUDA"))?;
+    plugin.initialize()?;
+    let client = Client::new(plugin)?;
+    println!("client      of platform {} in {}", client.platform, milliseconds(lap()));
+
+    // This may as well come first: before a client exists, "CUDA" is said instead of the client's platform.
+    let platform = Platform::parse(options.platform.as_ref().unwrap_or(&client.platform))?;
     // SAFETY: the plugin's own table; the plugin is never unloaded.
     let registry = unsafe { oeq_native::Plugin::from_raw(plugin.api().cast())? };
     let report = match options.door {
@@ -83,10 +98,6 @@ fn main() -> Result<()> {
     report.check()?;
     let (count, door) = (report.targets.len(), report.door.name());
     println!("registered  {count} targets for {} through the {door} in {}", platform.name(), milliseconds(lap()));
-
-    plugin.initialize()?;
-    let client = Client::new(plugin)?;
-    println!("client      of platform {} in {}", client.platform, milliseconds(lap()));
 
     let file = std::fs::read(&options.model)?;
     let model = Model::of(&file)?;

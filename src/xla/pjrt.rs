@@ -174,6 +174,11 @@ pub struct Plugin {
     raw: *const PjrtApi,
 }
 
+// SAFETY: the table is static and its functions may be called from any thread.
+unsafe impl Send for Plugin {}
+// SAFETY: as above; the handle itself never changes.
+unsafe impl Sync for Plugin {}
+
 impl Plugin {
     /// Wraps what a plugin's `GetPjrtApi` answered.
     ///
