@@ -140,6 +140,20 @@ typedef struct OeqRegistration {
  * are good until the thread registers again or ends. FAILED_PRECONDITION if it did not come as far as an XLA. */
 OEQ_EXPORT OeqStatus oeq_registration_results(OeqRegistration* registration);
 
+/* Execute functions (XLA_FFI_Handler) for hosts that register one function per target and nothing else. They keep no
+ * state, so every call compares its payload with the kernels that are known: microseconds more than a call with state.
+ * The shared library shows them under the targets' plain names too (conv_forward, ...), the static one does not. */
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_conv_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_conv_double_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_conv_forward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_oeq_convolution(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_oeq_tensor_product(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_double_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_forward(struct XLA_FFI_CallFrame* frame);
+
 /* ---- Configuration and statistics --------------------------------------------------------------------------------- */
 
 /* Sets one option before the library's first use of it. Keys are those of the OEQ_* environment variables, lower case

@@ -1,24 +1,29 @@
 //! Runs a model with OpenEquivariance kernels in a PJRT plugin: no Python in the process, no XLA linked in.
 //!
-//! usage: `native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N] [--out FOLDER] [--platform NAME] [--door NAME]`
+//! usage: `native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N] [--out FOLDER] [--platform NAME]
+//! [--door NAME | --symbols LIBRARY.so]`
 //!
 //! MODEL is an artifact of `jax.export`, `StableHLO` bytecode or `StableHLO` text. Inputs are the arguments of the exported
 //! function, in order. Outputs are written as `output_0.npy` and so on. A connector does the same five things: open the
 //! plugin, register (before or after a client exists), compile, upload, run. `native_host.cpp` does them in C++.
 //!
-//! `--door` (`api`, `gpu-extension`, `execute-only`) takes one way of registering instead of the best; `execute-only` runs
-//! what hosts run that know nothing but a symbol per target.
+//! `--door` (`api`, `gpu-extension`, `execute-only`) takes one way of registering instead of the best. `--symbols LIBRARY.so`
+//! does what hosts do that are given a library and a symbol per target: it registers the library's plain names alone.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program that tells something")]
 
 mod npy;
 mod pjrt;
 
-use std::path::PathBuf;
+use std::mem::ManuallyDrop;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use libloading::Library;
 use npy::Array;
 use oeq_native::Platform;
+use oeq_native::xla::api::Api;
+use oeq_native::xla::ffi;
 use oeq_native::xla::register::Door;
 use pjrt::{Client, Result};
 
@@ -30,14 +35,15 @@ struct Options {
     out: Option<PathBuf>,
     platform: Option<String>,
     door: Option<Door>,
+    symbols: Option<PathBuf>,
 }
 
 const USAGE: &str = "usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N] [--out FOLDER] [--platform NAME] \
-                     [--door api|gpu-extension|execute-only]";
+                     [--door api|gpu-extension|execute-only | --symbols LIBRARY.so]";
 
 fn options() -> Result<Options> {
     let mut positional = Vec::new();
-    let (mut repeat, mut out, mut platform, mut door) = (1, None, None, None);
+    let (mut repeat, mut out, mut platform, mut door, mut symbols) = (1, None, None, None, None);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{argument} takes a value\n{USAGE}"));
@@ -45,6 +51,7 @@ fn options() -> Result<Options> {
             "--repeat" => repeat = value()?.parse()?,
             "--out" => out = Some(value()?.into()),
             "--platform" => platform = Some(value()?),
+            "--symbols" => symbols = Some(value()?.into()),
             "--door" => {
                 door = Some(match value()?.as_str() {
                     "api" => Door::Api,
@@ -62,7 +69,7 @@ fn options() -> Result<Options> {
     }
     let inputs = positional.split_off(2);
     let model = positional.remove(1);
-    Ok(Options { plugin: positional.remove(0), model, inputs, repeat, out, platform, door })
+    Ok(Options { plugin: positional.remove(0), model, inputs, repeat, out, platform, door, symbols })
 }
 
 fn main() -> ExitCode {
@@ -91,12 +98,16 @@ fn run() -> Result<()> {
     let platform = Platform::parse(options.platform.as_ref().unwrap_or(&client.platform))?;
     // SAFETY: the plugin's own table; the plugin is never unloaded.
     let registry = unsafe { oeq_native::Plugin::from_raw(plugin.api().cast())? };
-    let report = match options.door {
-        None => registry.register(platform)?,
-        Some(door) => registry.register_by(door, platform)?,
+    let (count, door) = if let Some(library) = &options.symbols {
+        (register_symbols(library, registry.ffi_api()?, platform)?, "plain symbols")
+    } else {
+        let report = match options.door {
+            None => registry.register(platform)?,
+            Some(door) => registry.register_by(door, platform)?,
+        };
+        report.check()?;
+        (report.targets.len(), report.door.name())
     };
-    report.check()?;
-    let (count, door) = (report.targets.len(), report.door.name());
     println!("registered  {count} targets for {} through the {door} in {}", platform.name(), milliseconds(lap()));
 
     let file = std::fs::read(&options.model)?;
@@ -147,6 +158,20 @@ fn run() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Registers every target's plain symbol in a shared library, and nothing else of it.
+fn register_symbols(path: &Path, api: Api, platform: Platform) -> Result<usize> {
+    // SAFETY: the library only sets itself up when it is loaded; it is never unloaded.
+    let library = ManuallyDrop::new(unsafe { Library::new(path)? });
+    let targets = &oeq_native::registry::table()?.entries;
+    for target in targets {
+        // SAFETY: the library's symbol of this name is a handler.
+        let execute = unsafe { *library.get::<ffi::Handler>(target.c_name.as_bytes_with_nul())? };
+        let bundle = ffi::HandlerBundle { instantiate: None, prepare: None, initialize: None, execute: Some(execute) };
+        api.register_handler(target.descriptor.name, platform.name(), bundle, 0)?;
+    }
+    Ok(targets.len())
 }
 
 fn milliseconds(time: Duration) -> String {

@@ -69,18 +69,19 @@ while read -r name platform plugin; do
     ok "$name, $model, C++: $("$python" tests/hosts/compare.py "$out/models/expected" "$out/found" 1e-6)"
   done
   # An OpenEquivariance call: found by the compiler, instantiated, and run up to the driver that is not there.
-  for run in "$host --door api" "$host --door execute-only" "$out/native_host_cpp"; do
+  for run in "$host --door api" "$host --door execute-only" "$host --symbols $library" "$out/native_host_cpp"; do
+    label=${run/"$target/$folder/"/} label=${label/"$target/$folder/"/} label=${label##*/}
     case $run in
       *native_host_cpp) arguments=("$plugin" "$out/models/oeq.jaxexport" 1 "$inputs"/{x,y,w}.npy) ;;
       *) arguments=("$plugin" "$out/models/oeq.jaxexport" "$inputs"/{x,y,w}.npy) ;;
     esac
     # shellcheck disable=SC2086 # a program and its options
     if (cd "$out" && $run "${arguments[@]}") >"$out/log" 2>&1; then
-      ok "$name, an OpenEquivariance call, ${run##*/}: runs here"
+      ok "$name, an OpenEquivariance call, $label: runs here"
     else
       grep -q '^compiled' "$out/log" || { cat "$out/log"; fail "$name: the call was not compiled"; }
       grep -q '^error: oeq-native: tp_forward, execute: no CUDA driver' "$out/log" || { cat "$out/log"; fail "$name: another error"; }
-      ok "$name, an OpenEquivariance call, ${run##*/}: up to the driver, whose absence is told whole"
+      ok "$name, an OpenEquivariance call, $label: up to the driver, whose absence is told whole"
     fi
   done
   pids=()
