@@ -30,16 +30,23 @@ pub struct Config {
     pub nvrtc: Option<PathBuf>,
     /// `OEQ_COMPILE_UNITS`: `split` or `whole`.
     pub compile_units: CompileUnits,
+    /// `OEQ_KEEP_BYTES`: how many bytes of compiled images are kept of kernels that no call site uses. Default: 512 MiB.
+    pub keep_bytes: u64,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self { compile_threads: pool::default_workers(), nvrtc: None, compile_units: CompileUnits::default() }
+        Self {
+            compile_threads: pool::default_workers(),
+            nvrtc: None,
+            compile_units: CompileUnits::default(),
+            keep_bytes: 512 << 20,
+        }
     }
 }
 
 /// The options' keys; the environment variable of a key is `OEQ_` and the key in upper case.
-pub const KEYS: [&str; 3] = ["compile_threads", "nvrtc", "compile_units"];
+pub const KEYS: [&str; 4] = ["compile_threads", "nvrtc", "compile_units", "keep_bytes"];
 
 impl Config {
     /// The defaults with the environment's values.
@@ -83,6 +90,9 @@ impl Config {
                     _ => return Err(bad(key, value, "`split` or `whole`")),
                 }
             }
+            "keep_bytes" => {
+                self.keep_bytes = value.parse().map_err(|_| bad(key, value, "a number of bytes, 0 to keep nothing"))?;
+            }
             _ => {
                 return Err(Error::invalid(format!("unknown option `{key}`; the options are {}", KEYS.join(", "))));
             }
@@ -108,6 +118,7 @@ mod tests {
             ("compile_threads", "0", "1 to 1024"),
             ("compile_threads", "many", "1 to 1024"),
             ("compile_units", "halves", "`split` or `whole`"),
+            ("keep_bytes", "-1", "a number of bytes"),
             ("colour", "red", "compile_threads, nvrtc"),
         ] {
             let error = config.set(key, value).unwrap_err();

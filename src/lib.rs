@@ -24,6 +24,7 @@ pub mod kernel;
 pub mod layout;
 #[cfg(feature = "cli")]
 pub mod model;
+pub mod operator;
 pub mod payload;
 pub mod registry;
 pub mod runtime;
@@ -40,6 +41,8 @@ pub use xla::register::{Platform, register as register_ffi};
 
 #[doc(hidden)]
 pub mod __private {
-    //! For the crate's macros.
+    //! For the crate's macros and tests.
+    #[cfg(debug_assertions)]
+    pub use crate::sync::locks_taken;
     pub use inventory;
 }

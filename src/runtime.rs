@@ -19,9 +19,9 @@ pub struct Runtime {
     pub(crate) config: Config,
     pub(crate) driver: Box<dyn Driver>,
     pub(crate) compiler: Arc<dyn Compiler>,
-    pub(crate) pool: Pool,
+    pub(crate) pool: Arc<Pool>,
     pub(crate) counters: Arc<Counters>,
-    interner: Interner,
+    interner: Arc<Interner>,
 }
 
 impl std::fmt::Debug for Runtime {
@@ -54,8 +54,9 @@ impl Runtime {
     /// A runtime of the given parts.
     #[must_use]
     pub fn new(config: Config, driver: Box<dyn Driver>, compiler: Arc<dyn Compiler>) -> Self {
-        let pool = Pool::new(config.compile_threads);
-        Self { config, driver, compiler, pool, counters: Arc::default(), interner: Interner::default() }
+        let pool = Arc::new(Pool::new(config.compile_threads));
+        let interner = Interner::new(config.keep_bytes, Arc::clone(&pool));
+        Self { config, driver, compiler, pool, counters: Arc::default(), interner }
     }
 
     /// The process's runtime, on CUDA and NVRTC unless the program put in another.
@@ -128,6 +129,12 @@ impl Runtime {
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.counters.snapshot()
+    }
+
+    /// How many kernels there are, used by call sites or kept for later ones.
+    #[must_use]
+    pub fn kernels(&self) -> usize {
+        self.interner.live()
     }
 
     /// The options in force.

@@ -17,6 +17,10 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 
+/// The most brackets inside one another. The compiler recurses over them and would take the process down where its stack
+/// ends, at some thousands; OEQ nests a dozen.
+const MAX_NESTING: usize = 256;
+
 /// Where a `__global__` function is defined in a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EntryPointSpan {
@@ -34,8 +38,9 @@ pub struct EntryPointSpan {
 ///
 /// # Errors
 /// [`Code::InvalidArgument`](crate::error::Code::InvalidArgument) when the text cannot be lexed: an unterminated
-/// comment, string or character literal, or brackets that do not match. Brackets are forgiven when the text has
-/// conditional compilation or macros with unmatched brackets, since then they may well match after preprocessing.
+/// comment, string or character literal, brackets nested deeper than the compiler can bear, or brackets that do not
+/// match. The last is forgiven when the text has conditional compilation or macros with unmatched brackets, since then
+/// they may well match after preprocessing.
 pub fn entry_points(source: &str) -> Result<Vec<EntryPointSpan>> {
     Ok(Outline::of(source)?.entries)
 }
@@ -574,6 +579,9 @@ impl<'a> Outline<'a> {
     }
 
     fn token(&mut self, lexer: &Lexer<'_>, token: Token) -> Result<()> {
+        if self.brackets.len() > MAX_NESTING {
+            return Err(lexer.error(&format!("more than {MAX_NESTING} brackets inside one another"), token.start));
+        }
         if token.kind == TokenKind::Word {
             self.word(token);
             return Ok(());
@@ -987,11 +995,19 @@ __global__ void third(const REAL* __restrict__ a)
     fn deep_nesting_does_not_exhaust_the_stack() {
         let depth = 1 << 16;
         for (open, close) in [("{", "}"), ("(", ")"), ("namespace n {", "}"), ("#if 1\n", "#endif\n")] {
-            let source = format!("{}\n__global__ void a() {{}}\n{}", open.repeat(depth), close.repeat(depth));
-            assert!(entry_points(&source).is_ok());
-            assert_eq!(keep_only(&source, &["a"]), None);
-            // Unless conditional compilation might explain it.
-            assert_eq!(entry_points(&open.repeat(depth)).is_err(), !open.starts_with('#'));
+            let source =
+                |depth: usize| format!("{}\n__global__ void a() {{}}\n{}", open.repeat(depth), close.repeat(depth));
+            assert!(entry_points(&source(MAX_NESTING - 2)).is_ok(), "{open}");
+            assert_eq!(keep_only(&source(depth), &["a"]), None);
+            // Conditional compilation is not nesting.
+            let answer = entry_points(&source(depth));
+            if open.starts_with('#') {
+                assert!(answer.is_ok());
+            } else {
+                let text = answer.unwrap_err().message().to_owned();
+                assert!(text.contains("more than 256 brackets inside one another"), "{text}");
+                assert!(entry_points(&open.repeat(3)).unwrap_err().message().contains("still open"));
+            }
         }
     }
 

@@ -104,10 +104,7 @@ fn every_version_runs_the_whole_lifecycle() {
         assert_eq!(launch.len(), 1);
         assert_eq!((launch[0].entry.as_str(), launch[0].blocks, launch[0].threads), ("backward", 22, 96));
         assert_eq!(launch[0].shared_bytes, 1001);
-        assert_eq!(
-            launch[0].parameters,
-            words(&[5, 0x1000, 0x9100, 0x2000, 0x9200, 0x3000, 0x9300, 0x4000])
-        );
+        assert_eq!(launch[0].parameters, words(&[5, 0x1000, 0x9100, 0x2000, 0x9200, 0x3000, 0x9300, 0x4000]));
         assert!(site.context.state.is_some());
     }
 }
@@ -146,8 +143,7 @@ fn convolutions_of_all_orders_pass_the_graph_and_run_their_fix_ups() {
             on_stream(Site::new(4, &payload, 9), stream).with(operands, results).run(target).unwrap();
         }
         let work = world.take(stream);
-        let names: Vec<Vec<_>> =
-            work.iter().map(|w| w.launches.iter().map(|l| l.entry.as_str()).collect()).collect();
+        let names: Vec<Vec<_>> = work.iter().map(|w| w.launches.iter().map(|l| l.entry.as_str()).collect()).collect();
         let expected: [&[&str]; 3] = if deterministic {
             [
                 &["forward", "fixup_forward"],
@@ -323,7 +319,10 @@ fn the_older_attribute_form_is_the_same_kernel_in_other_words() {
     let spec = PayloadSpec { mark: "dictionaries", convolution: true, deterministic: true, ..PayloadSpec::default() };
     let (operands, results) = conv_tensors(1, 7, 20, true);
     let stream = 0x800;
-    on_stream(Site::new(1, &spec.json(), 5), stream).with(operands.clone(), results.clone()).run("conv_backward").unwrap();
+    on_stream(Site::new(1, &spec.json(), 5), stream)
+        .with(operands.clone(), results.clone())
+        .run("conv_backward")
+        .unwrap();
     let old = |members: Vec<(&str, Vec<(String, i64)>)>| {
         let mut site = on_stream(Site::new(1, &spec.source(), 5), stream).with(operands.clone(), results.clone());
         site.attributes.extend(members.into_iter().map(|(name, list)| (name.to_owned(), Attr::Dictionary(list))));
@@ -413,7 +412,10 @@ fn wrong_tensors_are_told_at_instantiate_where_they_are_seen_and_at_execute_wher
         (|o, _| o[4].dtype = 5, &["`rows`", "i64", "expected i32"]),
         (|o, _| o[0].dimensions = vec![7, L1 + 1], &["`L1_in`", "[7, 7]", "[7, 6]"]),
         (|o, _| o[0].dimensions = vec![7], &["`L1_in`", "[7]", "rank 2"]),
-        (|o, _| o[1].dimensions = vec![19, L2], &["`L2_in`", "[19, 4]", "[20, 4]", "number of edges comes from `rows`"]),
+        (
+            |o, _| o[1].dimensions = vec![19, L2],
+            &["`L2_in`", "[19, 4]", "[20, 4]", "number of edges comes from `rows`"],
+        ),
         (|o, _| o[2].dimensions = vec![W], &["`W`", "[8]", "[20, 8]"]),
         (|o, _| o[5].dimensions = vec![21], &["`cols`", "[21]", "[20]"]),
         (|o, _| o[6].dimensions = vec![2], &["`workspace`", "[2]", "[1]"]),
@@ -477,7 +479,10 @@ fn empty_work_zeroes_and_launches_nothing() {
             let empty = |t: &Tensor| t.dimensions.contains(&0);
             tensors.into_iter().map(|t| if empty(&t) { Tensor { address: 0, ..t } } else { t }).collect()
         };
-        on_stream(Site::new(3, &payload, 5), stream).with(nothing(operands), nothing(results)).run("conv_backward").unwrap();
+        on_stream(Site::new(3, &payload, 5), stream)
+            .with(nothing(operands), nothing(results))
+            .run("conv_backward")
+            .unwrap();
     }
     let work = world.take(stream);
     assert_eq!(work[0].zeros, [zero(0x9100, 7 * L1 as u64 * 4)]);

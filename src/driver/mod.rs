@@ -8,6 +8,9 @@ pub mod known;
 pub mod symbols;
 
 use std::ffi::c_void;
+use std::ops::Range;
+
+use smallvec::SmallVec;
 
 use crate::compile::{Architecture, Image};
 use crate::error::Result;
@@ -46,21 +49,35 @@ pub struct Zero {
     pub bytes: u64,
 }
 
-/// One launch of a one-dimensional grid.
-#[derive(Debug, Clone, Copy)]
-pub struct KernelCall<'a> {
-    /// What to launch.
-    pub function: Function,
+/// One launch of a one-dimensional grid, but for the function and the parameters' values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaunchSpec {
+    /// Entry point, for error texts.
+    pub entry: &'static str,
     /// Blocks in the grid.
     pub blocks: u32,
     /// Threads in a block.
     pub threads: u32,
     /// Dynamic shared memory, bytes.
     pub shared_bytes: u32,
-    /// Pointers to the parameters' values, in order.
-    pub parameters: &'a [*mut c_void],
-    /// Entry point, for error texts.
-    pub entry: &'a str,
+    /// The range of words that are this launch's parameters: 64-bit values one after another, as the kernel's own
+    /// parameters lie in memory.
+    pub words: Range<usize>,
+    /// The first word of each parameter, counted from the beginning of the range.
+    pub parameters: SmallVec<[u8; 16]>,
+}
+
+/// What one call enqueues, in this order: zeros, then launches.
+#[derive(Debug, Clone, Copy)]
+pub struct Work<'a> {
+    /// Memory to zero.
+    pub zeros: &'a [Zero],
+    /// The launches.
+    pub launches: &'a [LaunchSpec],
+    /// The function of each launch.
+    pub functions: &'a [Function],
+    /// The parameters' values.
+    pub words: &'a [u64],
 }
 
 /// A device backend.
@@ -86,5 +103,5 @@ pub trait Driver: Send + Sync {
     /// # Safety
     /// The stream is alive and belongs to the device; functions come from modules loaded on it that outlive the work;
     /// every address is valid for what the kernels do with it, and parameters match the kernels' own.
-    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, zeros: &[Zero], calls: &[KernelCall<'_>]) -> Result<()>;
+    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()>;
 }

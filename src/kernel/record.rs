@@ -4,12 +4,13 @@
 //! A launcher holds everything that a call of one derivative order needs on one device. Once made it is found without a
 //! lock: one `arc-swap` load and an index. Making it takes locks, and may compile and load.
 
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use arc_swap::{ArcSwap, Guard};
 use smallvec::SmallVec;
 
-use super::intern::Identity;
+use super::intern::{Identity, Interner};
 use crate::compile::unit::{Cut, UnitIndex};
 use crate::compile::{Architecture, Artifact, Image, Program};
 use crate::config::CompileUnits;
@@ -37,20 +38,11 @@ impl std::fmt::Debug for LoadedUnit {
     }
 }
 
-/// One launch, resolved on a device.
-#[derive(Debug, Clone, Copy)]
-pub struct ResolvedLaunch {
-    /// The kernel.
-    pub function: Function,
-    /// The fix-up that follows it.
-    pub fixup: Option<Function>,
-}
-
 /// What a call of one derivative order needs on one device.
 #[derive(Debug)]
 pub struct Launcher {
-    /// One per launch of the call, in order.
-    pub launches: SmallVec<[ResolvedLaunch; 2]>,
+    /// The functions of the call's launches, each followed by its fix-up where the payload is deterministic.
+    pub functions: SmallVec<[Function; 4]>,
     /// Keeps the functions above loaded.
     _units: SmallVec<[Arc<LoadedUnit>; 2]>,
 }
@@ -68,10 +60,19 @@ pub struct Record {
     artifacts: Mutex<Vec<(Architecture, UnitIndex, Arc<Artifact>)>>,
     modules: Mutex<Vec<(u32, UnitIndex, Slot)>>,
     launchers: [ArcSwap<ByOrdinal>; MAX_ORDERS],
+    /// Call sites that use it.
+    uses: AtomicUsize,
+    home: Weak<Interner>,
 }
 
 impl Record {
-    pub(super) fn new(family: &'static Family, identity: Identity, plan: KernelPlan, policy: CompileUnits) -> Self {
+    pub(super) fn new(
+        family: &'static Family,
+        identity: Identity,
+        plan: KernelPlan,
+        policy: CompileUnits,
+        home: Weak<Interner>,
+    ) -> Self {
         let cut = Cut::of(family, &plan, policy);
         Self {
             family,
@@ -81,7 +82,34 @@ impl Record {
             artifacts: Mutex::default(),
             modules: Mutex::default(),
             launchers: std::array::from_fn(|_| ArcSwap::from_pointee(Vec::new())),
+            uses: AtomicUsize::new(0),
+            home,
         }
+    }
+
+    /// A call site begins to use the record.
+    pub(super) fn acquire(&self) {
+        if self.uses.fetch_add(1, Ordering::AcqRel) == 0 {
+            if let Some(home) = self.home.upgrade() {
+                home.used(self);
+            }
+        }
+    }
+
+    /// A call site is gone.
+    pub(super) fn release(self: &Arc<Self>) {
+        if self.uses.fetch_sub(1, Ordering::AcqRel) == 1 {
+            if let Some(home) = self.home.upgrade() {
+                home.unused(self);
+            }
+        }
+    }
+
+    /// Bytes of the images that it holds.
+    pub(super) fn image_bytes(&self) -> u64 {
+        let artifacts = lock(&self.artifacts);
+        let images = artifacts.iter().filter_map(|(_, _, artifact)| artifact.peek()?.ok());
+        images.map(|image| image.code.len() as u64).sum()
     }
 
     /// The kernel's family.
@@ -220,7 +248,7 @@ impl Record {
             };
             units.push(self.load(runtime, *index, ordinal, &image)?);
         }
-        let mut resolved = SmallVec::new();
+        let mut functions = SmallVec::new();
         for (launch, unit) in call.launches.iter().zip(&units) {
             let find = |entry: &str| {
                 let index = unit.entries.iter().position(|name| *name == entry);
@@ -228,13 +256,12 @@ impl Record {
                     Error::internal(format!("entry point `{entry}` is not in the unit that was loaded for it"))
                 })
             };
-            let fixup = launch.fixup.as_ref().filter(|_| self.plan.deterministic);
-            resolved.push(ResolvedLaunch {
-                function: find(launch.entry)?,
-                fixup: fixup.map(|fixup| find(fixup.entry)).transpose()?,
-            });
+            functions.push(find(launch.entry)?);
+            if let Some(fixup) = launch.fixup.as_ref().filter(|_| self.plan.deterministic) {
+                functions.push(find(fixup.entry)?);
+            }
         }
-        let launcher = Arc::new(Launcher { launches: resolved, _units: units });
+        let launcher = Arc::new(Launcher { functions, _units: units });
         self.launchers[order].rcu(|current| {
             let mut next = ByOrdinal::clone(current);
             if next.len() <= ordinal as usize {

@@ -4,27 +4,51 @@
 //! [`Prepared`]: which results are zeroed and how many bytes they have, the words of all kernel parameters, and where each
 //! address goes among them. A warm call copies the words to its stack, puts the addresses in and enqueues.
 
-use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
 use smallvec::SmallVec;
 
-use super::record::{Launcher, Record};
-use crate::driver::{Function, KernelCall, Stream, Zero};
+use super::record::Record;
+use crate::driver::{LaunchSpec, Stream, Work, Zero};
 use crate::error::{Error, Result};
 use crate::layout::{self, Call, Extent, Extents, Parameter, TensorView};
 use crate::payload::KernelPlan;
 use crate::runtime::Runtime;
 
-/// Words of kernel parameters that fit on the stack: more than any call of the families here has. A larger call works, and
-/// allocates.
-const WORDS: usize = 48;
-
-/// Tensors whose addresses fit on the stack: a convolution's second derivative has eleven operands and five results.
-const TENSORS: usize = 16;
+/// The most tensors that a call may have: a convolution's second derivative has sixteen.
+pub const MAX_TENSORS: usize = 24;
+/// The most 64-bit words that the parameters of a call's launches may take: a deterministic convolution's second derivative
+/// takes thirty-eight.
+pub const MAX_WORDS: usize = 56;
+/// The most results of a call that may be zeroed.
+pub const MAX_ZEROED: usize = 8;
 
 /// The device addresses of one call: its operands, in order, then its results, the extra workspace included.
-pub type Addresses = SmallVec<[u64; TENSORS]>;
+#[derive(Debug)]
+pub struct Addresses {
+    list: [u64; MAX_TENSORS],
+    count: usize,
+}
+
+impl Default for Addresses {
+    #[inline]
+    fn default() -> Self {
+        Self { list: [0; MAX_TENSORS], count: 0 }
+    }
+}
+
+impl Extend<u64> for Addresses {
+    /// Counts every address; those past the most that a call may have are not kept, and the call is refused for its count.
+    #[inline]
+    fn extend<I: IntoIterator<Item = u64>>(&mut self, addresses: I) {
+        for address in addresses {
+            if let Some(place) = self.list.get_mut(self.count) {
+                *place = address;
+            }
+            self.count += 1;
+        }
+    }
+}
 
 /// The state of one call site: which kernel, which derivative order, and the prepared call once its shapes are known.
 #[derive(Debug)]
@@ -36,89 +60,75 @@ pub struct CallState {
 }
 
 /// A call of known shapes: everything but the addresses.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Prepared {
     /// Tensors that the call has, operands and results.
     tensors: usize,
-    /// Tensors to fill with zeros, and their bytes.
-    zeros: SmallVec<[(usize, u64); 4]>,
+    /// What is zeroed; addresses are 0.
+    zeros: [Zero; MAX_ZEROED],
+    /// Which tensor each of the zeros is.
+    zeroed: SmallVec<[u8; MAX_ZEROED]>,
     /// The parameters of all launches, one after another; addresses are 0.
-    words: SmallVec<[u64; WORDS]>,
+    words: [u64; MAX_WORDS],
+    /// How many of the words are used.
+    used: usize,
     /// Which word gets the address of which tensor.
-    addresses: SmallVec<[(u8, u8); WORDS]>,
-    /// The first word of each parameter.
-    parameters: SmallVec<[u8; WORDS]>,
+    addresses: SmallVec<[(u8, u8); MAX_WORDS]>,
     /// The launches, fix-ups included; none where there is no work.
-    launches: SmallVec<[PreparedLaunch; 4]>,
-}
-
-/// One launch of a prepared call.
-#[derive(Debug, Clone, Copy)]
-struct PreparedLaunch {
-    entry: &'static str,
-    /// Index of the launch in the family's call.
-    launch: u8,
-    fixup: bool,
-    /// Its range in [`Prepared::parameters`].
-    parameters: (u8, u8),
-    blocks: u32,
-    threads: u32,
-    shared_bytes: u32,
-}
-
-impl PreparedLaunch {
-    #[inline]
-    fn function(&self, launcher: &Launcher) -> Option<Function> {
-        let resolved = launcher.launches.get(usize::from(self.launch))?;
-        if self.fixup { resolved.fixup } else { Some(resolved.function) }
-    }
+    launches: SmallVec<[LaunchSpec; 4]>,
 }
 
 impl Prepared {
     /// Works a call out.
     ///
     /// # Errors
-    /// The family's call has more parameters than can be numbered.
+    /// The family's call has more tensors, parameters or zeroed results than are provided for.
     fn new(call: &Call, plan: &KernelPlan, extents: &Extents) -> Result<Self> {
         let operands = call.operands.len();
         let mut prepared = Self {
             tensors: operands + call.results.len() + usize::from(extents.has_workspace_result),
-            zeros: SmallVec::new(),
-            words: SmallVec::new(),
+            zeros: [Zero { address: 0, bytes: 0 }; MAX_ZEROED],
+            zeroed: SmallVec::new(),
+            words: [0; MAX_WORDS],
+            used: 0,
             addresses: SmallVec::new(),
-            parameters: SmallVec::new(),
             launches: SmallVec::new(),
         };
+        if prepared.tensors > MAX_TENSORS || call.zeroed.len() > MAX_ZEROED {
+            return Err(too_many());
+        }
         for &result in call.zeroed {
             let bytes = extents.result_bytes[result];
             if bytes > 0 {
-                prepared.zeros.push((operands + result, bytes));
+                prepared.zeros[prepared.zeroed.len()].bytes = bytes;
+                prepared.zeroed.push(number(operands + result)?);
             }
         }
         if extents.get(call.work) == 0 {
             return Ok(prepared);
         }
-        for (index, launch) in call.launches.iter().enumerate() {
+        for launch in call.launches {
             let size = launch.size.of(plan);
-            let mut add = |entry, fixup, parameters: &[Parameter], shared_bytes| {
-                let first = number(prepared.parameters.len())?;
+            let mut add = |entry, parameters: &[Parameter], shared_bytes| {
+                let first = prepared.used;
+                let mut starts = SmallVec::new();
                 for parameter in parameters {
+                    starts.push(number(prepared.used - first)?);
                     prepared.push(*parameter, call, plan, extents)?;
                 }
-                prepared.launches.push(PreparedLaunch {
+                prepared.launches.push(LaunchSpec {
                     entry,
-                    launch: number(index)?,
-                    fixup,
-                    parameters: (first, number(prepared.parameters.len())?),
                     blocks: size.blocks,
                     threads: size.threads,
                     shared_bytes,
+                    words: first..prepared.used,
+                    parameters: starts,
                 });
                 Ok(())
             };
-            add(launch.entry, false, launch.parameters, size.shared_bytes)?;
+            add(launch.entry, launch.parameters, size.shared_bytes)?;
             if let Some(fixup) = launch.fixup.as_ref().filter(|_| plan.deterministic) {
-                add(fixup.entry, true, fixup.parameters, 0)?;
+                add(fixup.entry, fixup.parameters, 0)?;
             }
         }
         Ok(prepared)
@@ -126,31 +136,47 @@ impl Prepared {
 
     fn push(&mut self, parameter: Parameter, call: &Call, plan: &KernelPlan, extents: &Extents) -> Result<()> {
         let operands = call.operands.len();
-        self.parameters.push(number(self.words.len())?);
         match parameter {
-            Parameter::Count(extent) => self.words.push(extents.get(extent)),
-            Parameter::Workspace(_) if !plan.deterministic => self.words.push(0),
-            Parameter::Workspace(_) if extents.has_workspace_result => self.address(operands + call.results.len())?,
-            Parameter::Operand(index) | Parameter::Workspace(index) => self.address(index)?,
-            Parameter::Result(index) => self.address(operands + index)?,
+            Parameter::Count(extent) => self.word(extents.get(extent)),
+            Parameter::Workspace(_) if !plan.deterministic => self.word(0),
+            Parameter::Workspace(_) if extents.has_workspace_result => self.address(operands + call.results.len()),
+            Parameter::Operand(index) | Parameter::Workspace(index) => self.address(index),
+            Parameter::Result(index) => self.address(operands + index),
             Parameter::Graph { rows, cols } => {
                 self.address(rows)?;
                 self.address(cols)?;
-                self.words.extend_from_slice(&[extents.get(Extent::Edges), extents.get(Extent::Nodes)]);
+                self.word(extents.get(Extent::Edges))?;
+                self.word(extents.get(Extent::Nodes))
             }
         }
-        Ok(())
     }
 
     fn address(&mut self, tensor: usize) -> Result<()> {
-        self.addresses.push((number(self.words.len())?, number(tensor)?));
-        self.words.push(0);
+        self.addresses.push((number(self.used)?, number(tensor)?));
+        self.word(0)
+    }
+
+    fn word(&mut self, value: u64) -> Result<()> {
+        *self.words.get_mut(self.used).ok_or_else(too_many)? = value;
+        self.used += 1;
         Ok(())
     }
 }
 
 fn number(index: usize) -> Result<u8> {
-    u8::try_from(index).map_err(|_| Error::internal("a target's call has more than 255 parameters, words or tensors"))
+    u8::try_from(index).map_err(|_| too_many())
+}
+
+fn too_many() -> Error {
+    Error::internal(format!(
+        "a target's call has more than {MAX_TENSORS} tensors, {MAX_WORDS} words of parameters or {MAX_ZEROED} zeroed results"
+    ))
+}
+
+impl Drop for CallState {
+    fn drop(&mut self) {
+        self.record.release();
+    }
 }
 
 impl CallState {
@@ -160,6 +186,7 @@ impl CallState {
     /// The family has no such order.
     pub fn new(record: Arc<Record>, order: usize) -> Result<Self> {
         let call = record.call(order)?;
+        record.acquire();
         Ok(Self { record, order, call, prepared: OnceLock::new() })
     }
 
@@ -225,39 +252,28 @@ impl CallState {
             Some(ready) => ready,
             None => self.first(runtime, ordinal)?,
         };
-        let (Some(launcher), true) = (ready.get(), addresses.len() == prepared.tensors) else {
+        let (Some(launcher), true) = (ready.get(), addresses.count == prepared.tensors) else {
             return Err(Error::internal(format!(
                 "the call has {} tensors; the one that was checked had {}",
-                addresses.len(),
-                prepared.tensors
+                addresses.count, prepared.tensors
             )));
         };
-
-        let zeros: SmallVec<[Zero; 4]> =
-            prepared.zeros.iter().map(|&(tensor, bytes)| Zero { address: addresses[tensor], bytes }).collect();
-        let mut words: SmallVec<[u64; WORDS]> = SmallVec::from_slice(&prepared.words);
+        let mut zeros = prepared.zeros;
+        for (zero, tensor) in zeros.iter_mut().zip(&prepared.zeroed) {
+            zero.address = addresses.list[usize::from(*tensor)];
+        }
+        let mut words = prepared.words;
         for &(word, tensor) in &prepared.addresses {
-            words[usize::from(word)] = addresses[usize::from(tensor)];
+            words[usize::from(word)] = addresses.list[usize::from(tensor)];
         }
-        let base = words.as_mut_ptr();
-        let parameters: SmallVec<[*mut c_void; WORDS]> =
-            prepared.parameters.iter().map(|word| base.wrapping_add(usize::from(*word)).cast()).collect();
-        let mut calls: SmallVec<[KernelCall<'_>; 4]> = SmallVec::new();
-        for launch in &prepared.launches {
-            let function = launch
-                .function(launcher)
-                .ok_or_else(|| Error::internal(format!("the launcher has no function for `{}`", launch.entry)))?;
-            calls.push(KernelCall {
-                function,
-                blocks: launch.blocks,
-                threads: launch.threads,
-                shared_bytes: launch.shared_bytes,
-                parameters: &parameters[usize::from(launch.parameters.0)..usize::from(launch.parameters.1)],
-                entry: launch.entry,
-            });
-        }
+        let work = Work {
+            zeros: &zeros[..prepared.zeroed.len()],
+            launches: &prepared.launches,
+            functions: &launcher.functions,
+            words: &words[..prepared.used],
+        };
         // SAFETY: by this function's contract; the record, which this state holds, keeps the launcher and so the functions.
-        unsafe { runtime.driver.enqueue(ordinal, stream, &zeros, &calls)? };
+        unsafe { runtime.driver.enqueue(ordinal, stream, &work)? };
         runtime.counters.count_launch();
         Ok(())
     }

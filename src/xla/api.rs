@@ -38,6 +38,18 @@ fn c_text(text: &str) -> CString {
     CString::new(text).unwrap_or_else(|_| CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default())
 }
 
+#[cold]
+fn unknown_version(major: c_int, minor: c_int) -> Error {
+    Error::new(
+        Code::Unimplemented,
+        format!(
+            "this XLA speaks version {major}.{minor} of its FFI api; oeq-native knows 0.1 to {}.{}",
+            ffi::API_MAJOR,
+            ffi::API_MINOR_NEWEST
+        ),
+    )
+}
+
 impl Api {
     /// Wraps an api table. `None` for a null pointer.
     ///
@@ -47,6 +59,7 @@ impl Api {
     /// # Safety
     /// `raw` is null or points to an XLA FFI api table that outlives every use of the handle; XLA's are static.
     #[must_use]
+    #[inline]
     pub unsafe fn from_raw(raw: *const ffi::Api) -> Option<Result<Self>> {
         if raw.is_null() {
             return None;
@@ -54,14 +67,7 @@ impl Api {
         // SAFETY: not null, and the caller vouches for the table; the version fields are in every table (offset 36).
         let (major, minor) = unsafe { ((*raw).api_version.major_version, (*raw).api_version.minor_version) };
         if major != ffi::API_MAJOR || minor < 1 {
-            return Some(Err(Error::new(
-                Code::Unimplemented,
-                format!(
-                    "this XLA speaks version {major}.{minor} of its FFI api; oeq-native knows 0.1 to {}.{}",
-                    ffi::API_MAJOR,
-                    ffi::API_MINOR_NEWEST
-                ),
-            )));
+            return Some(Err(unknown_version(major, minor)));
         }
         Some(Ok(Self { raw, minor }))
     }
@@ -104,10 +110,13 @@ impl Api {
     }
 
     /// Takes over an answer of the api: null is success, anything else becomes an [`Error`] and is destroyed.
+    #[inline]
     fn consume(self, error: *mut ffi::Error) -> Result<()> {
-        if error.is_null() {
-            return Ok(());
-        }
+        if error.is_null() { Ok(()) } else { Err(self.taken(error)) }
+    }
+
+    #[cold]
+    fn taken(self, error: *mut ffi::Error) -> Error {
         let (text, code) = if self.minor >= 4 {
             let mut args = ffi::ErrorGetDetailsArgs4 {
                 struct_size: ffi::ErrorGetDetailsArgs4::STRUCT_SIZE,
@@ -153,13 +162,14 @@ impl Api {
             Some(14) => Code::Unavailable,
             _ => Code::Internal,
         };
-        Err(Error::new(code, message))
+        Error::new(code, message)
     }
 
     /// The platform's stream of this invocation.
     ///
     /// # Errors
     /// XLA's own, where the platform or the stage has no stream.
+    #[inline]
     pub fn stream(self, context: Context) -> Result<*mut c_void> {
         let mut args = ffi::StreamGetArgs {
             struct_size: ffi::StreamGetArgs::STRUCT_SIZE,
@@ -178,6 +188,7 @@ impl Api {
     ///
     /// # Errors
     /// XLA's own.
+    #[inline]
     pub fn device_ordinal(self, context: Context) -> Result<Option<u32>> {
         // jaxlib 0.5.0 ends its table before this slot and reports 88 bytes for a table of 176.
         // SAFETY: `struct_size` is the first field of every table.
@@ -264,6 +275,7 @@ impl Api {
     ///
     /// # Errors
     /// XLA holds a state of another type.
+    #[inline]
     pub fn state(self, context: Context, mut type_id: ffi::TypeId) -> Result<Option<*mut c_void>> {
         let type_id = &raw mut type_id;
         // SAFETY: the slot is in every version.

@@ -314,7 +314,7 @@ fn list<'a>(tensors: Tensors<'a>, what: &str) -> Result<Views<'a>> {
 
 #[inline]
 fn addresses(frame: &Frame<'_>) -> Addresses {
-    let mut addresses = Addresses::new();
+    let mut addresses = Addresses::default();
     frame.operands().addresses(&mut addresses);
     frame.results().addresses(&mut addresses);
     addresses

@@ -12,7 +12,10 @@
     clippy::missing_safety_doc,
     clippy::must_use_candidate,
     clippy::undocumented_unsafe_blocks,
-    reason = "test support: a broken expectation should panic, and the stand-ins play XLA's side of the contract"
+    clippy::type_complexity,
+    clippy::vec_box,
+    clippy::needless_pass_by_value,
+    reason = "test support: a broken expectation should panic, the stand-ins play XLA's side of the contract, and what frames point to must not move"
 )]
 
 use std::collections::HashMap;
@@ -23,7 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use oeq_native::compile::{Architecture, Compiler, Image, Program};
 use oeq_native::config::Config;
-use oeq_native::driver::{Driver, Function, FunctionSpec, KernelCall, Module, Stream, Zero};
+use oeq_native::driver::{Driver, Function, FunctionSpec, Module, Stream, Work, Zero};
 use oeq_native::xla::ffi::{self, StructSize};
 use oeq_native::{Error, Result, Runtime};
 
@@ -608,6 +611,7 @@ pub struct World {
     /// Whether enqueue keeps notes (notes allocate).
     pub silent: std::sync::atomic::AtomicBool,
     pub loads: AtomicU64,
+    pub unloads: AtomicU64,
     /// Function handle to (entry, image).
     functions: Mutex<HashMap<usize, (String, u64)>>,
     next_function: AtomicU64,
@@ -616,7 +620,15 @@ pub struct World {
 
 struct FakeDriver(Arc<World>);
 struct FakeCompiler(Arc<World>);
-struct FakeModule(Vec<Function>);
+struct FakeModule(Vec<Function>, Arc<World>);
+
+impl Drop for FakeModule {
+    fn drop(&mut self) {
+        let mut functions = self.1.functions.lock().unwrap();
+        self.0.iter().for_each(|function| assert!(functions.remove(&function.0).is_some()));
+        self.1.unloads.fetch_add(1, Ordering::SeqCst);
+    }
+}
 
 impl Module for FakeModule {
     fn function(&self, index: usize) -> Option<Function> {
@@ -653,42 +665,32 @@ impl Driver for FakeDriver {
             self.0.functions.lock().unwrap().insert(handle, (spec.entry.to_owned(), number));
             handles.push(Function(handle));
         }
-        Ok(Box::new(FakeModule(handles)))
+        Ok(Box::new(FakeModule(handles, Arc::clone(&self.0))))
     }
 
-    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, zeros: &[Zero], calls: &[KernelCall<'_>]) -> Result<()> {
+    unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
         if self.0.silent.load(Ordering::Relaxed) {
             return Ok(());
         }
         let functions = self.0.functions.lock().unwrap();
-        let launches = calls
+        let launches = work
+            .launches
             .iter()
-            .map(|call| {
-                let (entry, image) = functions[&call.function.0].clone();
-                assert_eq!(entry, call.entry);
-                // A convolution's graph is the one parameter of four words.
-                let graph = match (entry.as_str(), call.parameters.len()) {
-                    ("forward", 6) => Some(4),
-                    ("backward", 10) => Some(7),
-                    ("double_backward_A" | "double_backward_B", 14) => Some(11),
-                    _ => None,
-                };
-                let parameters = call
-                    .parameters
-                    .iter()
-                    .enumerate()
-                    .map(|(index, pointer)| {
-                        let words = if graph == Some(index) { 4 } else { 1 };
-                        (0..words).map(|word| unsafe { *pointer.cast::<u64>().add(word) }).collect()
-                    })
-                    .collect();
-                let (blocks, threads, shared_bytes) = (call.blocks, call.threads, call.shared_bytes);
+            .zip(work.functions)
+            .map(|(launch, function)| {
+                let (entry, image) = functions[&function.0].clone();
+                assert_eq!(entry, launch.entry);
+                let words = &work.words[launch.words.clone()];
+                let starts: Vec<usize> = launch.parameters.iter().map(|start| usize::from(*start)).collect();
+                let ends = starts.iter().skip(1).copied().chain([words.len()]);
+                let parameters = starts.iter().zip(ends).map(|(start, end)| words[*start..end].to_vec()).collect();
+                let (blocks, threads, shared_bytes) = (launch.blocks, launch.threads, launch.shared_bytes);
                 Launched { entry, image, blocks, threads, shared_bytes, parameters }
             })
             .collect();
         let stream = stream.0 as u64;
-        let work = Enqueued { ordinal, stream, zeros: zeros.to_vec(), launches };
-        self.0.enqueued.lock().unwrap().entry(stream).or_default().push(work);
+        let enqueued = Enqueued { ordinal, stream, zeros: work.zeros.to_vec(), launches };
+        self.0.enqueued.lock().unwrap().entry(stream).or_default().push(enqueued);
         Ok(())
     }
 }
@@ -715,10 +717,14 @@ impl Compiler for FakeCompiler {
 
 /// The process's runtime, on the stand-ins.
 pub fn world() -> &'static World {
+    world_with(Config { compile_threads: 4, ..Config::default() })
+}
+
+/// The same with options; the first call decides.
+pub fn world_with(config: Config) -> &'static World {
     static WORLD: OnceLock<Arc<World>> = OnceLock::new();
     WORLD.get_or_init(|| {
         let world = Arc::new(World::default());
-        let config = Config { compile_threads: 4, ..Config::default() };
         let driver = Box::new(FakeDriver(Arc::clone(&world)));
         Runtime::install(Runtime::new(config, driver, Arc::new(FakeCompiler(Arc::clone(&world))))).unwrap();
         world

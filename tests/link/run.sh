@@ -17,6 +17,8 @@ cargo build --quiet --lib
 cargo build --quiet --lib --release
 system=$(cargo rustc --quiet --lib --crate-type staticlib -- --print native-static-libs 2>&1 |
   sed -n 's/^note: native-static-libs: //p' | tail -n 1)
+# The driver's functions are in the archive (src/driver/symbols.rs), whatever the bindings ask the linker for.
+system=${system//-lcuda/}
 # `cargo rustc` says nothing when nothing had to be built.
 [ -n "$system" ] || system="-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc"
 
