@@ -23,7 +23,7 @@ use oeq_native::{Code, Platform, Plugin};
 
 // ---- A plugin ---------------------------------------------------------------------------------------------------------
 
-/// What the error functions get, as pjrt_c_api.h lays it out.
+/// What the error functions get, as `pjrt_c_api.h` lays it out.
 #[repr(C)]
 struct ErrorView {
     struct_size: usize,
