@@ -15,7 +15,8 @@ use crate::error::{Code, Error, Result};
 use crate::registry;
 use crate::runtime::{self, Runtime};
 use crate::xla::api::Api;
-use crate::xla::register::{self, Platform};
+use crate::xla::pjrt::{PjrtApi, Plugin};
+use crate::xla::register::{self, Outcome, Platform, Report};
 use crate::xla::{ffi, types};
 
 /// Status of a call: 0, or one of [`Code`]'s numbers.
@@ -284,9 +285,10 @@ pub extern "C" fn oeq_ffi_handler_table_for(abi_version: u32) -> *const c_void {
 pub unsafe extern "C" fn oeq_register_ffi(api: *const ffi::Api, platform: *const c_char) -> Status {
     boundary(|| {
         // SAFETY: by this function's contract.
-        let api = unsafe { Api::from_raw(api) }.ok_or_else(|| null("api"))??;
-        // SAFETY: by this function's contract.
-        register::register(api, Platform::parse(unsafe { text(platform, "platform") }?)?)
+        registered(|| unsafe {
+            let api = Api::from_raw(api).ok_or_else(|| null("api"))??;
+            register::register(api, Platform::parse(text(platform, "platform")?)?)
+        })
     })
 }
 
@@ -299,6 +301,140 @@ pub unsafe extern "C" fn oeq_register_ffi(api: *const ffi::Api, platform: *const
 pub unsafe extern "C" fn RegisterFFi(api: *const ffi::Api, platform: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     unsafe { oeq_register_ffi(api, platform) }
+}
+
+/// `OeqTargetResult`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct FfiTargetResult {
+    /// Target name.
+    pub name: *const c_char,
+    /// 1 registered, 2 already there, 3 refused.
+    pub outcome: u32,
+    /// Why it was refused: a status, 0 if it was not.
+    pub status: Status,
+    /// Why it was refused: a text, empty if it was not.
+    pub reason: *const c_char,
+}
+
+/// `OeqRegistration`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct FfiRegistration {
+    /// In: the caller's size; out: how much was filled.
+    pub struct_size: u64,
+    /// See [`register::Door`].
+    pub door: u32,
+    /// Minor version of the XLA's FFI api, 0 where the door does not show it.
+    pub api_minor: i32,
+    /// The platform, in XLA's spelling.
+    pub platform: *const c_char,
+    /// The door's name.
+    pub door_name: *const c_char,
+    /// Number of targets.
+    pub target_count: u64,
+    /// One result for each target, in the handler table's order.
+    pub targets: *const FfiTargetResult,
+}
+
+/// A report with its texts as C wants them.
+struct KeptReport {
+    registration: FfiRegistration,
+    _targets: Vec<FfiTargetResult>,
+    _texts: Vec<CString>,
+}
+
+thread_local! {
+    static LAST_REGISTRATION: RefCell<Option<KeptReport>> = const { RefCell::new(None) };
+}
+
+impl KeptReport {
+    fn new(report: &Report) -> Result<Self> {
+        let table = registry::table()?;
+        let mut texts = Vec::new();
+        let mut keep = |text: &str| {
+            texts.push(CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default());
+            // The heap block of a CString stays where it is when the vector grows.
+            texts.last().map_or(c"".as_ptr(), |text| text.as_ptr())
+        };
+        let targets: Vec<FfiTargetResult> = report
+            .targets
+            .iter()
+            .map(|(name, outcome)| {
+                let (outcome, status, reason) = match outcome {
+                    Outcome::Registered => (1, 0, c"".as_ptr()),
+                    Outcome::AlreadyThere => (2, 0, c"".as_ptr()),
+                    Outcome::Refused(error) => (3, error.code() as Status, keep(error.message())),
+                };
+                let entry = table.entries.iter().find(|entry| entry.descriptor.name == *name);
+                let name = entry.map_or(c"".as_ptr(), |entry| entry.c_name.as_ptr());
+                FfiTargetResult { name, outcome, status, reason }
+            })
+            .collect();
+        let registration = FfiRegistration {
+            struct_size: 0,
+            door: report.door as u32,
+            api_minor: report.api_minor.unwrap_or(0),
+            platform: keep(report.platform.name()),
+            door_name: keep(report.door.name()),
+            target_count: targets.len() as u64,
+            targets: targets.as_ptr(),
+        };
+        Ok(Self { registration, _targets: targets, _texts: texts })
+    }
+}
+
+/// Keeps what a registration reports for [`oeq_registration_results`], and answers its first error.
+fn registered(registration: impl FnOnce() -> Result<Report>) -> Result<()> {
+    let keep = |report| {
+        // A thread that is being torn down has no place for it; the status is still told.
+        let _ = LAST_REGISTRATION.try_with(|last| *last.borrow_mut() = report);
+    };
+    keep(None);
+    let report = registration()?;
+    keep(Some(KeptReport::new(&report)?));
+    report.check()
+}
+
+/// Registers every target in the XLA of a PJRT plugin.
+///
+/// # Safety
+/// `api` is null or what the plugin's `GetPjrtApi` answered; `platform` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_register_pjrt(api: *const PjrtApi, platform: *const c_char) -> Status {
+    boundary(|| {
+        registered(|| {
+            // SAFETY: by this function's contract.
+            let platform = Platform::parse(unsafe { text(platform, "platform") }?)?;
+            if api.is_null() {
+                return Err(null("api"));
+            }
+            // SAFETY: by this function's contract.
+            unsafe { Plugin::from_raw(api) }?.register(platform)
+        })
+    })
+}
+
+/// What this thread's last registration did with each target.
+///
+/// # Safety
+/// `registration` is null or points to an `OeqRegistration` whose `struct_size` is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_registration_results(registration: *mut FfiRegistration) -> Status {
+    boundary(|| {
+        // SAFETY: by this function's contract.
+        unsafe {
+            fill(registration, "registration", |struct_size| {
+                let last = LAST_REGISTRATION.try_with(|last| last.borrow().as_ref().map(|kept| kept.registration));
+                let last = last.ok().flatten().ok_or_else(|| {
+                    Error::precondition(
+                        "no registration on this thread has reached an XLA yet; oeq_last_error tells why",
+                    )
+                })?;
+                Ok(FfiRegistration { struct_size, ..last })
+            })
+        }
+    })
 }
 
 /// Sets an option.

@@ -1,7 +1,7 @@
 //! Lets exported JAX models with OpenEquivariance kernels run anywhere XLA runs, without Python.
 //!
 //! `OpenEquivariance` generates CUDA source for Clebsch-Gordan tensor products and graph convolutions and hides it in XLA
-//! custom calls. This crate registers the handlers of those calls in any XLA ([`register_ffi`], [`xla::pjrt`]), compiles
+//! custom calls. This crate registers the handlers of those calls in any XLA ([`register_ffi`], [`Plugin`]), compiles
 //! their kernels side by side while XLA compiles the model, and launches them on XLA's stream.
 //!
 //! The way of one call: XLA calls a stage function ([`xla::stages`]), which reads the frame ([`xla::frame`]) and the call
@@ -36,6 +36,7 @@ pub mod xla;
 
 pub use error::{Code, Error, Result};
 pub use runtime::Runtime;
+pub use xla::pjrt::Plugin;
 pub use xla::register::{Platform, register as register_ffi};
 
 #[doc(hidden)]

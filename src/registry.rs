@@ -18,7 +18,7 @@ use std::sync::{Mutex, OnceLock};
 use crate::error::{Code, Error, Result};
 use crate::layout::Family;
 use crate::sync::lock;
-use crate::xla::{ffi, stages};
+use crate::xla::{ffi, stages, stateless};
 
 /// One custom call target: a name, a family and the derivative order.
 ///
@@ -52,6 +52,8 @@ pub struct Descriptor {
     pub derivative: Derivative,
     /// Its stage functions.
     pub bundle: ffi::HandlerBundle,
+    /// Its execute function for hosts that register no other stage.
+    pub stateless: ffi::Handler,
     /// `XLA_FFI_HANDLER_TRAITS_*` bits.
     pub traits: u32,
     /// Identity of the target's type.
@@ -72,6 +74,7 @@ impl Descriptor {
                 initialize: Some(stages::initialize::<T>),
                 execute: Some(stages::execute::<T>),
             },
+            stateless: stateless::execute::<T>,
             traits: ffi::TRAIT_COMMAND_BUFFER_COMPATIBLE,
             type_id: TypeId::of::<T>,
         }

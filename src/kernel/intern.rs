@@ -41,6 +41,13 @@ impl Identity {
     pub fn bytes(&self) -> usize {
         self.0.len()
     }
+
+    /// Whether a payload is this one: all bytes are compared.
+    #[inline]
+    #[must_use]
+    pub fn is(&self, payload: &[u8]) -> bool {
+        *self.0 == *payload
+    }
 }
 
 type Bucket = SmallVec<[Weak<Record>; 1]>;

@@ -11,7 +11,8 @@
 //!
 //! There is no prepare: nothing needs one, and XLA would call it before every run.
 //!
-//! A handler that was registered without instantiate has no state. It then interns from its attributes at every call.
+//! A handler that was registered without instantiate has no state. Execute then goes by its attributes, see
+//! [`super::stateless`].
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -63,7 +64,7 @@ pub unsafe extern "C" fn execute<T: Target>(frame: *mut ffi::CallFrame) -> *mut 
 /// # Safety
 /// `raw` is null or a frame that XLA made, alive through the call.
 #[inline]
-unsafe fn guard(
+pub(super) unsafe fn guard(
     raw: *mut ffi::CallFrame,
     target: &str,
     stage: &str,
@@ -77,7 +78,7 @@ unsafe fn guard(
         // SAFETY: the frame is XLA's.
         if let Some(metadata) = unsafe { metadata_of(raw) } {
             // SAFETY: the extension says where the answer goes.
-            unsafe { answer_metadata(metadata, api.and_then(Result::ok)) };
+            unsafe { answer_metadata(metadata, target, stage, api.and_then(Result::ok)) };
             return ptr::null_mut();
         }
     }
@@ -113,7 +114,8 @@ fn told(api: Api, target: &str, stage: &str, error: Error) -> *mut ffi::Error {
 /// # Safety
 /// `metadata` is XLA's structure for the answer.
 #[cold]
-unsafe fn answer_metadata(metadata: *mut ffi::Metadata, api: Option<Api>) {
+unsafe fn answer_metadata(metadata: *mut ffi::Metadata, target: &str, stage: &str, api: Option<Api>) {
+    super::register::note(target, stage, api);
     let minor = api.map_or(1, super::register::reported_minor);
     // The type is registered here, in time for an XLA that asks for its id with the handler.
     let type_id = api.filter(|api| api.minor() >= 2).and_then(|api| {
@@ -159,29 +161,43 @@ fn initialize_call(frame: &Frame<'_>) -> Result<()> {
 }
 
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    let runtime = Runtime::global()?;
-    let ordinal = ordinal(frame)?;
     // SAFETY: the state is used within this call only.
-    let site = (unsafe { site_state(frame) })?;
-    let stateless;
-    let state = if let Some(site) = site {
-        site
-    } else {
-        stateless = state_of::<T>(runtime, frame)?;
-        &stateless
-    };
+    let Some(state) = (unsafe { site_state(frame) })? else { return super::stateless::execute_call::<T>(frame) };
+    // SAFETY: the state is this call site's.
+    unsafe { execute_state(&call(frame)?, frame, state) }
+}
+
+/// What an execute call runs on.
+pub(super) struct Call<'a> {
+    pub(super) runtime: &'a Runtime,
+    ordinal: u32,
+}
+
+#[inline]
+pub(super) fn call(frame: &Frame<'_>) -> Result<Call<'static>> {
+    Ok(Call { runtime: Runtime::global()?, ordinal: ordinal(frame)? })
+}
+
+/// Runs a call of a known state.
+///
+/// # Safety
+/// The state is that of the frame's payload, derivative order and tensor shapes.
+#[inline]
+pub(super) unsafe fn execute_state(call: &Call<'_>, frame: &Frame<'_>, state: &CallState) -> Result<()> {
     let prepared = if let Some(prepared) = state.prepared() {
         prepared
     } else {
         let (operands, results) = views(frame)?;
         state.check(&operands, &results)?
     };
+    // After the check, because a wrong tensor is wrong with and without a GPU.
     let stream = match frame.api().stream(frame.context()) {
         Ok(stream) => Stream(stream),
-        Err(error) => return Err(no_stream(runtime, &error)),
+        Err(error) => return Err(no_stream(call.runtime, &error)),
     };
-    // SAFETY: XLA's stream, ordinal and buffers belong together, and the prepared call is that of this call site.
-    unsafe { state.execute(runtime, ordinal, stream, prepared, &addresses(frame)) }
+    // SAFETY: XLA's stream, ordinal and buffers belong together, and by this function's contract the prepared call is of
+    // this frame's tensors.
+    unsafe { state.execute(call.runtime, call.ordinal, stream, prepared, &addresses(frame)) }
 }
 
 /// Why there is no stream: usually because there is no GPU, which is the more useful thing to say.
@@ -212,7 +228,7 @@ unsafe fn site_state<'a>(frame: &Frame<'a>) -> Result<Option<&'a CallState>> {
     Ok(state.map(|state| unsafe { &*state.cast::<CallState>() }))
 }
 
-fn state_of<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<CallState> {
+pub(super) fn state_of<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<CallState> {
     let attributes = frame.attributes();
     let order = match T::DERIVATIVE {
         Derivative::Order(order) => order,

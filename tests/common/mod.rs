@@ -21,7 +21,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use oeq_native::compile::{Architecture, Compiler, Image, Program};
@@ -198,16 +198,11 @@ unsafe extern "C" fn state_get<const MINOR: c_int>(args: *mut c_void) -> *mut ff
 /// What was registered: (minor, platform, name) to its bundle and traits.
 pub static HANDLERS: Mutex<Vec<(c_int, String, String, ffi::HandlerBundle, u32)>> = Mutex::new(Vec::new());
 
-unsafe extern "C" fn handler_register<const MINOR: c_int>(args: *mut ffi::HandlerRegisterArgs) -> *mut ffi::Error {
-    let args = unsafe { &*args };
-    if MINOR >= 4 {
-        assert!(args.struct_size == 84 || args.struct_size >= 92, "refused: expected 92, got {}", args.struct_size);
-    } else {
-        assert!(args.struct_size >= 84);
-    }
-    let (name, platform) = unsafe { (text(&args.name).to_owned(), text(&args.platform).to_owned()) };
-    let Some(execute) = args.bundle.execute else { return fake_error(3, "must provide an execute implementation") };
-    // The metadata call, as XLA makes it: no context, stage execute, version 0.0 on entry; no api before 0.2.
+/// The oldest handler version that the XLA of each minor version takes; all real ones so far take 0.1.
+pub static OLDEST_TAKEN: [AtomicI32; 6] = [const { AtomicI32::new(1) }; 6];
+
+/// The metadata call, as XLA makes it: no context, stage execute, version 0.0 on entry; no api before 0.2.
+fn ask<const MINOR: c_int>(handler: ffi::Handler) -> ffi::Metadata {
     let xla = FakeXla::of(MINOR);
     let mut metadata = empty_metadata();
     let mut extension = ffi::MetadataExtension {
@@ -221,10 +216,33 @@ unsafe extern "C" fn handler_register<const MINOR: c_int>(args: *mut ffi::Handle
     let mut frame = empty_frame(if MINOR >= 2 { &raw const *xla.api } else { ptr::null() }, ptr::null_mut());
     frame.extension_start = (&raw mut extension).cast();
     frame.stage = ffi::stage::EXECUTE;
-    assert!(unsafe { execute(&raw mut frame) }.is_null());
+    assert!(unsafe { handler(&raw mut frame) }.is_null());
+    metadata
+}
+
+unsafe extern "C" fn handler_register<const MINOR: c_int>(args: *mut ffi::HandlerRegisterArgs) -> *mut ffi::Error {
+    let args = unsafe { &*args };
+    if MINOR >= 4 {
+        assert!(args.struct_size == 84 || args.struct_size >= 92, "refused: expected 92, got {}", args.struct_size);
+    } else {
+        assert!(args.struct_size >= 84);
+    }
+    let (name, platform) = unsafe { (text(&args.name).to_owned(), text(&args.platform).to_owned()) };
+    let Some(execute) = args.bundle.execute else { return fake_error(3, "must provide an execute implementation") };
+    let metadata = ask::<MINOR>(execute);
     let version = (metadata.api_version.major_version, metadata.api_version.minor_version);
-    if version.0 != 0 || !(1..=MINOR).contains(&version.1) {
+    let oldest = OLDEST_TAKEN[usize::try_from(MINOR).unwrap()].load(Ordering::SeqCst);
+    if version.0 != 0 || !(oldest..=MINOR).contains(&version.1) {
         return fake_error(3, "handler's API version is incompatible with the framework's API version");
+    }
+    // From 0.2 on XLA then asks instantiate, whose state's type it must know by now.
+    if let (Some(instantiate), true) = (args.bundle.instantiate, MINOR >= 2) {
+        let id = ask::<MINOR>(instantiate).state_type_id.type_id;
+        let types = TYPES.lock().unwrap();
+        let known = types.iter().flatten().any(|(name, (known, deleter))| {
+            *known == id && name.starts_with(&format!("{MINOR}/")) && deleter.is_some()
+        });
+        assert!(known, "state type {id} is not registered");
     }
     let mut handlers = HANDLERS.lock().unwrap();
     if let Some(known) = handlers.iter().find(|h| (h.0, &h.1, &h.2) == (MINOR, &platform, &name)) {
