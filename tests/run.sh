@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Every test that needs no GPU. Sets up what they need under target/ first.
 #
-# usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link cut ptx calls)
+# usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link variants hosts cut ptx calls)
 #   rust     cargo test with all features, against real payloads, models, NVRTC and jaxlib headers
 #   python   pytest: unmodified OpenEquivariance and jax with our module
 #   older    the module and the handlers' lives again, in older releases of jax
 #   link     C and C++ programs linked against the static and the shared library
+#   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
+#   hosts    real PJRT plugins, and hosts without Python
 #   cut      machine code of entry points compiled alone equals that of the whole program
 #   ptx      the PTX in kernels/ is what its source gives
 #   calls    instructions of warm calls, beside the recorded ones (where valgrind is installed)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 steps=("$@")
-[ $# -gt 0 ] || steps=(rust python older link cut ptx calls)
+[ $# -gt 0 ] || steps=(rust python older link variants hosts cut ptx calls)
 need cargo "install Rust 1.85 or newer"
 need cc "a C compiler builds the test programs"
 cd "$ROOT"
@@ -84,6 +86,8 @@ step rust cargo test --all-features --no-fail-fast
 step python "$PYTHON" -m pytest -q -p no:cacheprovider tests/python
 step older older
 step link tests/link/run.sh
+step variants tests/link/variants.sh
+step hosts env OEQ_TEST_PYTHON="$PYTHON" tests/hosts/run.sh
 step cut machine_code
 step ptx ptx
 step calls calls
