@@ -7,11 +7,14 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
+use crate::compile::Bundle;
+use crate::compile::progress::Listener;
 use crate::driver::cuda::{self, Cuda, DeviceProperties, Timer};
 use crate::driver::known;
 use crate::error::{Code, Error, Result};
+use crate::logging::{self, Sink};
 use crate::registry;
 use crate::runtime::{self, Runtime};
 use crate::xla::api::Api;
@@ -101,6 +104,22 @@ pub struct FfiStats {
     pub loaded: u64,
     /// See [`crate::stats::Stats`].
     pub launches: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_hits: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_misses: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_writes: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_write_failures: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_damaged: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_evictions: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_waits: u64,
+    /// See [`crate::stats::Stats`].
+    pub bundle_hits: u64,
 }
 
 /// `OeqDeviceProperties`.
@@ -466,9 +485,162 @@ pub unsafe extern "C" fn oeq_get_stats(stats: *mut FfiStats) -> Status {
                     failed: now.failed,
                     loaded: now.loaded,
                     launches: now.launches,
+                    store_hits: now.store_hits,
+                    store_misses: now.store_misses,
+                    store_writes: now.store_writes,
+                    store_write_failures: now.store_write_failures,
+                    store_damaged: now.store_damaged,
+                    store_evictions: now.store_evictions,
+                    store_waits: now.store_waits,
+                    bundle_hits: now.bundle_hits,
                 })
             })
         }
+    })
+}
+
+// ---- Compiled kernels ---------------------------------------------------------------------------------------------------
+
+/// Uses a bundle's file.
+///
+/// # Safety
+/// `path` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_load_bundle(path: *const c_char) -> Status {
+    boundary(|| {
+        // SAFETY: by this function's contract.
+        let path = unsafe { text(path, "path") }?;
+        runtime::load_bundle(Bundle::open(path.as_ref())?);
+        Ok(())
+    })
+}
+
+/// Uses a bundle's bytes, which are copied.
+///
+/// # Safety
+/// `bytes` is null or points to `size` readable bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_load_bundle_bytes(bytes: *const u8, size: usize) -> Status {
+    boundary(|| {
+        if bytes.is_null() {
+            return Err(null("bytes"));
+        }
+        // SAFETY: by this function's contract.
+        let bytes = unsafe { std::slice::from_raw_parts(bytes, size) };
+        runtime::load_bundle(Bundle::from_bytes("in memory", bytes)?);
+        Ok(())
+    })
+}
+
+/// Everything that was compiled so far, as a bundle.
+///
+/// # Safety
+/// Both pointers are null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_export_compiled(bytes: *mut *mut u8, size: *mut usize) -> Status {
+    boundary(|| {
+        if bytes.is_null() || size.is_null() {
+            return Err(null(if bytes.is_null() { "bytes" } else { "size" }));
+        }
+        let bundle = Runtime::global()?.export_compiled().into_boxed_slice();
+        // SAFETY: by this function's contract.
+        unsafe {
+            *size = bundle.len();
+            *bytes = Box::into_raw(bundle).cast();
+        }
+        Ok(())
+    })
+}
+
+/// Gives back what [`oeq_export_compiled`] gave; null is nothing.
+///
+/// # Safety
+/// `bytes` and `size` are what one call of [`oeq_export_compiled`] wrote, and are not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_free_bytes(bytes: *mut u8, size: usize) {
+    if !bytes.is_null() {
+        // SAFETY: by this function's contract the pointer came from a boxed slice of this length.
+        drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(bytes, size)) });
+    }
+}
+
+/// `OeqProgress`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct FfiProgress {
+    /// Size of this structure.
+    pub struct_size: u64,
+    /// The unit, NUL-terminated; valid during the call.
+    pub unit: *const c_char,
+    /// See [`crate::compile::Step`].
+    pub step: i32,
+    /// Since the unit was queued.
+    pub seconds: f64,
+    /// See [`crate::compile::Progress`].
+    pub done: u64,
+    /// See [`crate::compile::Progress`].
+    pub total: u64,
+}
+
+/// `OeqProgressCallback`.
+pub type ProgressCallback = extern "C" fn(*const FfiProgress, *mut c_void);
+
+/// `OeqLogCallback`.
+pub type LogCallback = extern "C" fn(i32, *const c_char, *mut c_void);
+
+/// What a host wants back in its callbacks.
+#[derive(Clone, Copy)]
+struct User(*mut c_void);
+
+// SAFETY: never dereferenced here. The header tells the host that its callbacks run on any thread.
+unsafe impl Send for User {}
+// SAFETY: as above.
+unsafe impl Sync for User {}
+
+impl User {
+    /// A method, so that closures capture the whole value and not the pointer in it.
+    fn get(self) -> *mut c_void {
+        self.0
+    }
+}
+
+fn c_text(text: &str) -> CString {
+    CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default()
+}
+
+/// Tells a callback what happens to each unit.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_set_progress(callback: Option<ProgressCallback>, user: *mut c_void) -> Status {
+    let user = User(user);
+    boundary(|| {
+        let listener = callback.map(|callback| -> Listener {
+            Arc::new(move |event| {
+                let unit = c_text(event.unit);
+                let progress = FfiProgress {
+                    struct_size: size_of::<FfiProgress>() as u64,
+                    unit: unit.as_ptr(),
+                    step: event.step as i32,
+                    seconds: event.elapsed.as_secs_f64(),
+                    done: event.done,
+                    total: event.total,
+                };
+                callback(&raw const progress, user.get());
+            })
+        });
+        runtime::set_progress(listener);
+        Ok(())
+    })
+}
+
+/// Sends log lines to a callback.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_set_logger(callback: Option<LogCallback>, user: *mut c_void) -> Status {
+    let user = User(user);
+    boundary(|| {
+        let sink = callback.map(|callback| -> Sink {
+            Arc::new(move |level, line| callback(level as i32, c_text(line).as_ptr(), user.get()))
+        });
+        logging::set(sink)
     })
 }
 
