@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use crate::compile::pool;
 use crate::error::{Error, Result};
 
-/// The most compile threads that may be asked for.
-const MAX_COMPILE_THREADS: usize = 1024;
+/// The most threads that may be asked for.
+const MAX_THREADS: usize = 1024;
 
 /// How a payload is cut for the compiler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,21 +32,29 @@ pub struct Config {
     pub compile_units: CompileUnits,
     /// `OEQ_KEEP_BYTES`: how many bytes of compiled images are kept of kernels that no call site uses. Default: 512 MiB.
     pub keep_bytes: u64,
+    /// `OEQ_CXX`: the C++ compiler of the host platform, a path or a name in `PATH`. Default: search.
+    pub cxx: Option<PathBuf>,
+    /// `OEQ_HOST_THREADS`: the most threads that work on one call of the host platform, XLA's own included. Default: as
+    /// for `OEQ_COMPILE_THREADS`.
+    pub host_threads: usize,
 }
 
 impl Default for Config {
     fn default() -> Self {
+        let threads = pool::default_workers();
         Self {
-            compile_threads: pool::default_workers(),
+            compile_threads: threads,
             nvrtc: None,
             compile_units: CompileUnits::default(),
             keep_bytes: 512 << 20,
+            cxx: None,
+            host_threads: threads,
         }
     }
 }
 
 /// The options' keys; the environment variable of a key is `OEQ_` and the key in upper case.
-pub const KEYS: [&str; 4] = ["compile_threads", "nvrtc", "compile_units", "keep_bytes"];
+pub const KEYS: [&str; 6] = ["compile_threads", "nvrtc", "compile_units", "keep_bytes", "cxx", "host_threads"];
 
 impl Config {
     /// The defaults with the environment's values.
@@ -75,13 +83,7 @@ impl Config {
     /// An unknown key, or a value that cannot be.
     pub fn set(&mut self, key: &str, value: &str) -> Result<()> {
         match key {
-            "compile_threads" => {
-                self.compile_threads = value
-                    .parse()
-                    .ok()
-                    .filter(|threads| (1..=MAX_COMPILE_THREADS).contains(threads))
-                    .ok_or_else(|| bad(key, value, &format!("a number from 1 to {MAX_COMPILE_THREADS}")))?;
-            }
+            "compile_threads" => self.compile_threads = threads(key, value)?,
             "nvrtc" => self.nvrtc = Some(PathBuf::from(value)),
             "compile_units" => {
                 self.compile_units = match value {
@@ -93,12 +95,19 @@ impl Config {
             "keep_bytes" => {
                 self.keep_bytes = value.parse().map_err(|_| bad(key, value, "a number of bytes, 0 to keep nothing"))?;
             }
+            "cxx" => self.cxx = Some(PathBuf::from(value)),
+            "host_threads" => self.host_threads = threads(key, value)?,
             _ => {
                 return Err(Error::invalid(format!("unknown option `{key}`; the options are {}", KEYS.join(", "))));
             }
         }
         Ok(())
     }
+}
+
+fn threads(key: &str, value: &str) -> Result<usize> {
+    let number = value.parse().ok().filter(|threads| (1..=MAX_THREADS).contains(threads));
+    number.ok_or_else(|| bad(key, value, &format!("a number from 1 to {MAX_THREADS}")))
 }
 
 fn bad(key: &str, value: &str, allowed: &str) -> Error {
@@ -117,6 +126,7 @@ mod tests {
         for (key, value, allowed) in [
             ("compile_threads", "0", "1 to 1024"),
             ("compile_threads", "many", "1 to 1024"),
+            ("host_threads", "0", "1 to 1024"),
             ("compile_units", "halves", "`split` or `whole`"),
             ("keep_bytes", "-1", "a number of bytes"),
             ("colour", "red", "compile_threads, nvrtc"),

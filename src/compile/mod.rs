@@ -5,6 +5,8 @@
 
 pub mod architecture;
 mod exit;
+#[cfg(feature = "host")]
+pub mod host;
 pub mod nvrtc;
 pub mod pool;
 mod sys;
@@ -28,6 +30,14 @@ pub trait Compiler: Send + Sync {
     /// # Errors
     /// No compiler, an architecture that it does not know, or a program that does not compile (with the compiler's log).
     fn compile(&self, program: &Program<'_>) -> Result<Image>;
+
+    /// Whether a program could be compiled here at all. A compiler that may still turn up says yes.
+    ///
+    /// # Errors
+    /// No compiler; the text says how to get one.
+    fn available(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// NVRTC, found when the first program comes. That it was not found is not remembered: it may be installed later.
