@@ -94,18 +94,75 @@ OEQ_EXPORT const OeqFfiHandlerTable* oeq_ffi_handler_table(void);
 /* The table in the layout asked for: 2 (an OeqFfiHandlerTableV2) or 3 (an OeqFfiHandlerTable); NULL for others. */
 OEQ_EXPORT const void* oeq_ffi_handler_table_for(uint32_t abi_version);
 
+/* The same for a platform, "CUDA" or "Host" (in the spellings of oeq_register_ffi): stage functions differ between
+ * platforms. The functions above answer the table for CUDA. */
+OEQ_EXPORT const void* oeq_ffi_handler_table_on(uint32_t abi_version, const char* platform);
+
 /* ---- Registration ----------------------------------------------------------------------------------------------- */
 
 /* Registers every target, with its state type, in the XLA that api belongs to. platform is "CUDA" (also "cuda",
- * "gpu"). Doing it again is not an error. RegisterFFi is the name that existing connectors look up; it returns 0 on
+ * "gpu") or "Host" (also "host", "cpu"), where kernels are compiled with the system's C++ compiler and run on the CPU;
+ * UNIMPLEMENTED for "Host" when the library was built without it. Doing it again is not an error. RegisterFFi is the name that existing connectors look up; it returns 0 on
  * success and the status otherwise. */
 OEQ_EXPORT OeqStatus oeq_register_ffi(const struct XLA_FFI_Api* api, const char* platform);
 OEQ_EXPORT int RegisterFFi(const struct XLA_FFI_Api* api, const char* platform);
 
+/* The api of a PJRT plugin, as in xla/pjrt/c/pjrt_c_api.h: what the plugin's GetPjrtApi() answers. */
+struct PJRT_Api;
+
+/* Registers every target in the XLA inside a PJRT plugin, through the best of the doors below that the plugin has. The
+ * plugin needs to be neither initialised nor without clients; it must stay loaded. UNIMPLEMENTED when there is no door
+ * for the platform. Doing it again, from any thread, is not an error. */
+OEQ_EXPORT OeqStatus oeq_register_pjrt(const struct PJRT_Api* api, const char* platform);
+
+/* How handlers came into the XLA. */
+#define OEQ_DOOR_API 1           /* the FFI api: all stages, errors are told */
+#define OEQ_DOOR_GPU_EXTENSION 2 /* a PJRT extension: all stages, errors only from newer plugins */
+#define OEQ_DOOR_EXECUTE_ONLY 3  /* a PJRT extension: without state, so every call finds its kernel anew */
+
+#define OEQ_TARGET_REGISTERED 1
+#define OEQ_TARGET_ALREADY_THERE 2 /* this library had registered it in this XLA before */
+#define OEQ_TARGET_REFUSED 3
+
+typedef struct OeqTargetResult {
+  const char* name;
+  uint32_t outcome;   /* OEQ_TARGET_* */
+  OeqStatus status;   /* OEQ_OK, or why it was refused */
+  const char* reason; /* "", or why it was refused */
+} OeqTargetResult;
+
+typedef struct OeqRegistration {
+  uint64_t struct_size; /* in: sizeof(OeqRegistration) of the caller; out: how much of it was filled */
+  uint32_t door;        /* OEQ_DOOR_* */
+  int32_t api_minor;    /* the XLA's FFI api is version 0.api_minor; 0 where the door does not show it */
+  const char* platform; /* "CUDA" or "Host" */
+  const char* door_name;
+  uint64_t target_count;
+  const OeqTargetResult* targets; /* in the handler table's order */
+} OeqRegistration;
+
+/* What the last oeq_register_pjrt, oeq_register_ffi or RegisterFFi of this thread did with each target. The pointers
+ * are good until the thread registers again or ends. FAILED_PRECONDITION if it did not come as far as an XLA. */
+OEQ_EXPORT OeqStatus oeq_registration_results(OeqRegistration* registration);
+
+/* Execute functions (XLA_FFI_Handler) for hosts that register one function per target and nothing else. They keep no
+ * state, so every call compares its payload with the kernels that are known: microseconds more than a call with state.
+ * The shared library shows them under the targets' plain names too (conv_forward, ...), the static one does not. */
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_conv_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_conv_double_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_conv_forward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_oeq_convolution(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_oeq_tensor_product(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_double_backward(struct XLA_FFI_CallFrame* frame);
+OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_forward(struct XLA_FFI_CallFrame* frame);
+
 /* ---- Configuration and statistics --------------------------------------------------------------------------------- */
 
 /* Sets one option before the library's first use of it. Keys are those of the OEQ_* environment variables, lower case
- * and without the prefix ("compile_threads", "nvrtc"); a value set here wins over the environment. FAILED_PRECONDITION
+ * and without the prefix ("compile_threads", "nvrtc", "cxx"); a value set here wins over the environment. FAILED_PRECONDITION
  * once the option is in use. */
 OEQ_EXPORT OeqStatus oeq_configure(const char* key, const char* value);
 

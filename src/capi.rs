@@ -1,6 +1,6 @@
 //! The C surface, as `ffi-headers/oeq.h` tells it.
 //!
-//! Every function runs inside [`boundary`] or [`value`]: a failure or a panic becomes a status and a text for the calling
+//! Every function runs inside `boundary` or `value`: a failure or a panic becomes a status and a text for the calling
 //! thread. Outputs are written only on success, and required pointers are checked for null.
 
 use std::cell::RefCell;
@@ -18,7 +18,8 @@ use crate::logging::{self, Sink};
 use crate::registry;
 use crate::runtime::{self, Runtime};
 use crate::xla::api::Api;
-use crate::xla::register::{self, Platform};
+use crate::xla::pjrt::{PjrtApi, Plugin};
+use crate::xla::register::{self, Outcome, Platform, Report};
 use crate::xla::{ffi, types};
 
 /// Status of a call: 0, or one of [`Code`]'s numbers.
@@ -236,24 +237,33 @@ unsafe impl Send for Tables {}
 // SAFETY: as above.
 unsafe impl Sync for Tables {}
 
-fn tables() -> Result<&'static Tables> {
-    static TABLES: OnceLock<Result<Tables>> = OnceLock::new();
-    TABLES
+/// The tables of a platform. Each has handlers of its own; types are the same.
+fn tables(platform: Platform) -> Result<&'static Tables> {
+    static CUDA: OnceLock<Result<Tables>> = OnceLock::new();
+    static HOST: OnceLock<Result<Tables>> = OnceLock::new();
+    let tables = match platform {
+        Platform::Cuda => &CUDA,
+        Platform::Host => &HOST,
+    };
+    tables
         .get_or_init(|| {
             let table = registry::table()?;
             let address = |stage: Option<ffi::Handler>| stage.map_or(ptr::null_mut(), |stage| stage as *mut c_void);
-            let handlers: Vec<FfiHandler> = table
+            let handlers = table
                 .entries
                 .iter()
-                .map(|entry| FfiHandler {
-                    name: entry.c_name.as_ptr(),
-                    instantiate: address(entry.descriptor.bundle.instantiate),
-                    prepare: address(entry.descriptor.bundle.prepare),
-                    initialize: address(entry.descriptor.bundle.initialize),
-                    execute: address(entry.descriptor.bundle.execute),
-                    traits: entry.descriptor.traits,
+                .map(|entry| {
+                    let bundle = entry.descriptor.bundle_on(platform)?;
+                    Ok(FfiHandler {
+                        name: entry.c_name.as_ptr(),
+                        instantiate: address(bundle.instantiate),
+                        prepare: address(bundle.prepare),
+                        initialize: address(bundle.initialize),
+                        execute: address(bundle.execute),
+                        traits: entry.descriptor.traits,
+                    })
                 })
-                .collect();
+                .collect::<Result<Vec<FfiHandler>>>()?;
             let handler_count = u32::try_from(handlers.len()).map_err(|_| Error::internal("too many targets"))?;
             let handlers = Vec::leak(handlers).as_ptr();
             let types: &[FfiType] = Vec::leak(vec![FfiType {
@@ -279,20 +289,34 @@ fn tables() -> Result<&'static Tables> {
 /// The handler table in its newest layout, or null.
 #[unsafe(no_mangle)]
 pub extern "C" fn oeq_ffi_handler_table() -> *const FfiHandlerTable3 {
-    value(|| Ok(&raw const tables()?.layout3))
+    value(|| Ok(&raw const tables(Platform::Cuda)?.layout3))
 }
 
 /// The handler table in the layout asked for, or null.
 #[unsafe(no_mangle)]
 pub extern "C" fn oeq_ffi_handler_table_for(abi_version: u32) -> *const c_void {
-    value(|| match abi_version {
-        2 => Ok((&raw const tables()?.layout2).cast()),
-        3 => Ok((&raw const tables()?.layout3).cast()),
+    value(|| table_in(abi_version, Platform::Cuda))
+}
+
+/// The handler table of a platform in the layout asked for, or null.
+///
+/// # Safety
+/// `platform` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_ffi_handler_table_on(abi_version: u32, platform: *const c_char) -> *const c_void {
+    // SAFETY: by this function's contract.
+    value(|| table_in(abi_version, Platform::parse(unsafe { text(platform, "platform") }?)?))
+}
+
+fn table_in(abi_version: u32, platform: Platform) -> Result<*const c_void> {
+    match abi_version {
+        2 => Ok((&raw const tables(platform)?.layout2).cast()),
+        3 => Ok((&raw const tables(platform)?.layout3).cast()),
         other => Err(Error::new(
             Code::Unimplemented,
             format!("handler table layout {other} does not exist; this library has 2 and {FFI_ABI_VERSION}"),
         )),
-    })
+    }
 }
 
 /// Registers every target in an XLA.
@@ -303,9 +327,10 @@ pub extern "C" fn oeq_ffi_handler_table_for(abi_version: u32) -> *const c_void {
 pub unsafe extern "C" fn oeq_register_ffi(api: *const ffi::Api, platform: *const c_char) -> Status {
     boundary(|| {
         // SAFETY: by this function's contract.
-        let api = unsafe { Api::from_raw(api) }.ok_or_else(|| null("api"))??;
-        // SAFETY: by this function's contract.
-        register::register(api, Platform::parse(unsafe { text(platform, "platform") }?)?)
+        registered(|| unsafe {
+            let api = Api::from_raw(api).ok_or_else(|| null("api"))??;
+            register::register(api, Platform::parse(text(platform, "platform")?)?)
+        })
     })
 }
 
@@ -318,6 +343,140 @@ pub unsafe extern "C" fn oeq_register_ffi(api: *const ffi::Api, platform: *const
 pub unsafe extern "C" fn RegisterFFi(api: *const ffi::Api, platform: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     unsafe { oeq_register_ffi(api, platform) }
+}
+
+/// `OeqTargetResult`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct FfiTargetResult {
+    /// Target name.
+    pub name: *const c_char,
+    /// 1 registered, 2 already there, 3 refused.
+    pub outcome: u32,
+    /// Why it was refused: a status, 0 if it was not.
+    pub status: Status,
+    /// Why it was refused: a text, empty if it was not.
+    pub reason: *const c_char,
+}
+
+/// `OeqRegistration`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct FfiRegistration {
+    /// In: the caller's size; out: how much was filled.
+    pub struct_size: u64,
+    /// See [`register::Door`].
+    pub door: u32,
+    /// Minor version of the XLA's FFI api, 0 where the door does not show it.
+    pub api_minor: i32,
+    /// The platform, in XLA's spelling.
+    pub platform: *const c_char,
+    /// The door's name.
+    pub door_name: *const c_char,
+    /// Number of targets.
+    pub target_count: u64,
+    /// One result for each target, in the handler table's order.
+    pub targets: *const FfiTargetResult,
+}
+
+/// A report with its texts as C wants them.
+struct KeptReport {
+    registration: FfiRegistration,
+    _targets: Vec<FfiTargetResult>,
+    _texts: Vec<CString>,
+}
+
+thread_local! {
+    static LAST_REGISTRATION: RefCell<Option<KeptReport>> = const { RefCell::new(None) };
+}
+
+impl KeptReport {
+    fn new(report: &Report) -> Result<Self> {
+        let table = registry::table()?;
+        let mut texts = Vec::new();
+        let mut keep = |text: &str| {
+            texts.push(CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default());
+            // The heap block of a CString stays where it is when the vector grows.
+            texts.last().map_or(c"".as_ptr(), |text| text.as_ptr())
+        };
+        let targets: Vec<FfiTargetResult> = report
+            .targets
+            .iter()
+            .map(|(name, outcome)| {
+                let (outcome, status, reason) = match outcome {
+                    Outcome::Registered => (1, 0, c"".as_ptr()),
+                    Outcome::AlreadyThere => (2, 0, c"".as_ptr()),
+                    Outcome::Refused(error) => (3, error.code() as Status, keep(error.message())),
+                };
+                let entry = table.entries.iter().find(|entry| entry.descriptor.name == *name);
+                let name = entry.map_or(c"".as_ptr(), |entry| entry.c_name.as_ptr());
+                FfiTargetResult { name, outcome, status, reason }
+            })
+            .collect();
+        let registration = FfiRegistration {
+            struct_size: 0,
+            door: report.door as u32,
+            api_minor: report.api_minor.unwrap_or(0),
+            platform: keep(report.platform.name()),
+            door_name: keep(report.door.name()),
+            target_count: targets.len() as u64,
+            targets: targets.as_ptr(),
+        };
+        Ok(Self { registration, _targets: targets, _texts: texts })
+    }
+}
+
+/// Keeps what a registration reports for [`oeq_registration_results`], and answers its first error.
+fn registered(registration: impl FnOnce() -> Result<Report>) -> Result<()> {
+    let keep = |report| {
+        // A thread that is being torn down has no place for it; the status is still told.
+        let _ = LAST_REGISTRATION.try_with(|last| *last.borrow_mut() = report);
+    };
+    keep(None);
+    let report = registration()?;
+    keep(Some(KeptReport::new(&report)?));
+    report.check()
+}
+
+/// Registers every target in the XLA of a PJRT plugin.
+///
+/// # Safety
+/// `api` is null or what the plugin's `GetPjrtApi` answered; `platform` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_register_pjrt(api: *const PjrtApi, platform: *const c_char) -> Status {
+    boundary(|| {
+        registered(|| {
+            // SAFETY: by this function's contract.
+            let platform = Platform::parse(unsafe { text(platform, "platform") }?)?;
+            if api.is_null() {
+                return Err(null("api"));
+            }
+            // SAFETY: by this function's contract.
+            unsafe { Plugin::from_raw(api) }?.register(platform)
+        })
+    })
+}
+
+/// What this thread's last registration did with each target.
+///
+/// # Safety
+/// `registration` is null or points to an `OeqRegistration` whose `struct_size` is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_registration_results(registration: *mut FfiRegistration) -> Status {
+    boundary(|| {
+        // SAFETY: by this function's contract.
+        unsafe {
+            fill(registration, "registration", |struct_size| {
+                let last = LAST_REGISTRATION.try_with(|last| last.borrow().as_ref().map(|kept| kept.registration));
+                let last = last.ok().flatten().ok_or_else(|| {
+                    Error::precondition(
+                        "no registration on this thread has reached an XLA yet; oeq_last_error tells why",
+                    )
+                })?;
+                Ok(FfiRegistration { struct_size, ..last })
+            })
+        }
+    })
 }
 
 /// Sets an option.

@@ -142,6 +142,33 @@ pub struct TensorSpec {
     pub shape: Shape,
 }
 
+impl TensorSpec {
+    /// The dimensions of a flat slice of this many elements, read as this tensor.
+    ///
+    /// # Errors
+    /// The slice is not a whole number of rows.
+    pub fn dimensions_of(&self, plan: &KernelPlan, elements: usize) -> Result<SmallVec<[i64; 2]>> {
+        let whole = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        let width = match self.shape {
+            Shape::L1(_) => plan.l1_dim,
+            Shape::L2(_) => plan.l2_dim,
+            Shape::L3(_) => plan.l3_dim,
+            Shape::Weights(_) if !plan.shared_weights => plan.weight_numel,
+            Shape::Weights(_) | Shape::Vector(_) | Shape::VectorIfDeterministic(_) | Shape::Workspace => {
+                return Ok(SmallVec::from_slice(&[whole(elements as u64)]));
+            }
+        };
+        let elements = elements as u64;
+        if elements % width != 0 {
+            return Err(Error::invalid(format!(
+                "tensor `{}` has {elements} elements; expected a multiple of {width}, the length of its rows",
+                self.name
+            )));
+        }
+        Ok(SmallVec::from_slice(&[whole(elements / width), whole(width)]))
+    }
+}
+
 /// Element types, as the payload decides them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Element {

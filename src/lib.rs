@@ -1,7 +1,7 @@
 //! Lets exported JAX models with OpenEquivariance kernels run anywhere XLA runs, without Python.
 //!
 //! `OpenEquivariance` generates CUDA source for Clebsch-Gordan tensor products and graph convolutions and hides it in XLA
-//! custom calls. This crate registers the handlers of those calls in any XLA ([`register_ffi`], [`xla::pjrt`]), compiles
+//! custom calls. This crate registers the handlers of those calls in any XLA ([`register_ffi`], [`Plugin`]), compiles
 //! their kernels side by side while XLA compiles the model, and launches them on XLA's stream.
 //!
 //! The way of one call: XLA calls a stage function ([`xla::stages`]), which reads the frame ([`xla::frame`]) and the call
@@ -25,6 +25,7 @@ pub mod layout;
 pub mod logging;
 #[cfg(feature = "cli")]
 pub mod model;
+pub mod operator;
 pub mod payload;
 pub mod registry;
 pub mod runtime;
@@ -36,10 +37,13 @@ pub mod xla;
 
 pub use error::{Code, Error, Result};
 pub use runtime::Runtime;
+pub use xla::pjrt::Plugin;
 pub use xla::register::{Platform, register as register_ffi};
 
 #[doc(hidden)]
 pub mod __private {
-    //! For the crate's macros.
+    //! For the crate's macros and tests.
+    #[cfg(debug_assertions)]
+    pub use crate::sync::locks_taken;
     pub use inventory;
 }

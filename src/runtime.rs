@@ -23,7 +23,7 @@ pub struct Runtime {
     pub(crate) images: Arc<Images>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) counters: Arc<Counters>,
-    interner: Interner,
+    interner: Arc<Interner>,
 }
 
 impl std::fmt::Debug for Runtime {
@@ -76,9 +76,10 @@ impl Runtime {
     #[must_use]
     pub fn new(config: Config, driver: Box<dyn Driver>, compiler: Arc<dyn Compiler>) -> Self {
         let pool = Arc::new(Pool::new(config.compile_threads));
+        let interner = Interner::new(config.keep_bytes, Arc::clone(&pool));
         let counters = Arc::<Counters>::default();
         let images = Arc::new(Images::new(&config, compiler, Arc::clone(&counters)));
-        Self { config, driver, images, pool, counters, interner: Interner::default() }
+        Self { config, driver, images, pool, counters, interner }
     }
 
     /// The process's runtime, on CUDA and NVRTC unless the program put in another.
@@ -119,6 +120,33 @@ impl Runtime {
         if listener.is_some() {
             self.set_progress(listener);
         }
+    }
+
+    /// The process's runtime for the host platform: records, compiler and device of its own, and the options, compile
+    /// threads and counters of [`Runtime::global`].
+    ///
+    /// # Errors
+    /// See [`Runtime::global`].
+    #[cfg(feature = "host")]
+    #[inline]
+    pub fn host() -> Result<&'static Self> {
+        static HOST: OnceLock<Result<Runtime>> = OnceLock::new();
+        HOST.get_or_init(|| {
+            let shared = Self::global()?;
+            let config = shared.config.clone();
+            let counters = Arc::clone(&shared.counters);
+            let compiler = Arc::new(crate::compile::host::HostCompiler::new(config.cxx.clone()));
+            Ok(Self {
+                driver: Box::new(crate::driver::host::Host::new(config.host_threads)),
+                images: Arc::new(Images::new(&config, compiler, Arc::clone(&counters))),
+                interner: Interner::new(config.keep_bytes, Arc::clone(&shared.pool)),
+                pool: Arc::clone(&shared.pool),
+                counters,
+                config,
+            })
+        })
+        .as_ref()
+        .map_err(Clone::clone)
     }
 
     /// Makes `runtime` the process's.
@@ -189,6 +217,12 @@ impl Runtime {
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.counters.snapshot()
+    }
+
+    /// How many kernels there are, used by call sites or kept for later ones.
+    #[must_use]
+    pub fn kernels(&self) -> usize {
+        self.interner.live()
     }
 
     /// The options in force.

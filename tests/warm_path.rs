@@ -1,4 +1,4 @@
-//! Once warm, execute and initialize allocate nothing.
+//! Once warm, execute and initialize allocate nothing and take no lock.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed test should panic")]
 
 mod common;
@@ -8,6 +8,7 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 
 use common::*;
+use oeq_native::__private::locks_taken;
 use oeq_native::xla::ffi;
 
 struct Counting;
@@ -51,7 +52,7 @@ fn allocations_of(runs: usize, body: impl Fn()) -> usize {
 }
 
 #[test]
-fn warm_calls_allocate_nothing() {
+fn warm_calls_allocate_nothing_and_take_no_lock() {
     let world = world();
     for minor in 1..=5 {
         for (order, target) in ["conv_forward", "conv_backward", "conv_double_backward"].into_iter().enumerate() {
@@ -70,8 +71,13 @@ fn warm_calls_allocate_nothing() {
                     };
                     let frame: *mut ffi::CallFrame = frame;
                     // A thread's first call may set up its thread-locals.
-                    (allocations_of(1, || call(frame)), allocations_of(1000, || call(frame)))
+                    let first = allocations_of(1, || call(frame));
+                    let before = locks_taken();
+                    let warm = allocations_of(1000, || call(frame));
+                    assert_eq!(locks_taken(), before, "{target}, minor {minor}: a warm call took a lock");
+                    (first, warm)
                 });
+                assert!(locks_taken() > 0, "locks are counted");
                 assert!(first <= 8, "{target}, minor {minor}: {first} allocations on the first call");
                 assert_eq!(warm, 0, "{target}, minor {minor}, deterministic {deterministic}");
                 world.silent.store(false, Ordering::Relaxed);

@@ -160,6 +160,14 @@ impl Images {
         });
     }
 
+    /// Whether the compiler could be used.
+    ///
+    /// # Errors
+    /// See [`Compiler::available`].
+    pub fn available(&self) -> Result<()> {
+        self.compiler.available()
+    }
+
     /// The version of the compiler that made an image which came from here.
     #[must_use]
     pub fn version_of(&self, key: &Key) -> (u16, u16) {

@@ -404,8 +404,9 @@ impl Module for LoadedModule {
 
 impl Drop for LoadedModule {
     fn drop(&mut self) {
-        // At process exit the driver may be gone already; then there is nothing left to unload.
-        if let Ok(_current) = Current::enter(self.context) {
+        // Unloading frees device memory, which waits for the device, and would invalidate a capture elsewhere. At process
+        // exit the driver may be gone already; then there is nothing left to unload.
+        if let (Ok(_current), Ok(_relaxed)) = (Current::enter(self.context), RelaxedCapture::enter()) {
             // SAFETY: the handle came from cuModuleLoadData and is used no more.
             unsafe { cuModuleUnload(self.handle) };
         }

@@ -1,15 +1,20 @@
-//! Payloads by identity.
+//! Payloads by identity, and how long their kernels live.
 //!
 //! Identity is the family plus the complete payload as it came, unknown members included. The hash that exported models
 //! carry only picks a bucket: two payloads with one hash are two kernels.
+//!
+//! A record lives while a call site uses it. Afterwards it is kept, with its images and loaded modules, until newer ones have
+//! pushed it out: compiling a model again then costs nothing, and a server that sees ever new models does not grow. What is
+//! pushed out is dropped on a compiler thread, because unloading a module waits for the device.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, Weak};
 
 use ahash::RandomState;
 use smallvec::SmallVec;
 
 use super::record::Record;
+use crate::compile::Pool;
 use crate::compile::key::{Digest, digest};
 use crate::config::CompileUnits;
 use crate::error::Result;
@@ -38,6 +43,13 @@ impl Identity {
         self.0.len()
     }
 
+    /// Whether a payload is this one: all bytes are compared.
+    #[inline]
+    #[must_use]
+    pub fn is(&self, payload: &[u8]) -> bool {
+        *self.0 == *payload
+    }
+
     /// What a stored image of the kernel is known by.
     #[must_use]
     pub fn digest(&self) -> Digest {
@@ -45,21 +57,77 @@ impl Identity {
     }
 }
 
-type Bucket = SmallVec<[Arc<Record>; 1]>;
+type Bucket = SmallVec<[Weak<Record>; 1]>;
+type Key = (usize, i64);
+
+/// Buckets are swept of dead entries when there are this many, and then whenever their number has doubled.
+const FIRST_SWEEP: usize = 64;
+
+#[derive(Debug)]
+struct Buckets {
+    map: HashMap<Key, Bucket, RandomState>,
+    sweep_at: usize,
+}
+
+impl Buckets {
+    fn find(&self, key: Key, identity: &[u8]) -> Option<Arc<Record>> {
+        let bucket = self.map.get(&key)?;
+        bucket.iter().filter_map(Weak::upgrade).find(|record| *record.identity().0 == *identity)
+    }
+
+    fn add(&mut self, key: Key, record: &Arc<Record>) {
+        let bucket = self.map.entry(key).or_default();
+        bucket.retain(|record| record.strong_count() > 0);
+        bucket.push(Arc::downgrade(record));
+        if self.map.len() >= self.sweep_at {
+            self.map.retain(|_, bucket| {
+                bucket.retain(|record| record.strong_count() > 0);
+                !bucket.is_empty()
+            });
+            self.sweep_at = FIRST_SWEEP.max(2 * self.map.len());
+        }
+    }
+}
+
+/// Records that no call site uses, the most recently used last, and the bytes of their images.
+#[derive(Debug, Default)]
+struct Kept {
+    list: VecDeque<(Arc<Record>, u64)>,
+    bytes: u64,
+}
+
+impl Kept {
+    fn take(&mut self, record: &Record) -> Option<Arc<Record>> {
+        let index = self.list.iter().position(|(kept, _)| std::ptr::eq(&raw const **kept, record))?;
+        let (kept, bytes) = self.list.remove(index)?;
+        self.bytes -= bytes;
+        Some(kept)
+    }
+}
 
 /// All records, each kernel once.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Interner {
-    buckets: Mutex<HashMap<(usize, i64), Bucket, RandomState>>,
+    buckets: Mutex<Buckets>,
+    kept: Mutex<Kept>,
+    keep_bytes: u64,
+    pool: Arc<Pool>,
 }
 
 impl Interner {
+    /// An interner that keeps unused records of up to `keep_bytes` of images. What it drops, the pool's threads drop.
+    #[must_use]
+    pub fn new(keep_bytes: u64, pool: Arc<Pool>) -> Arc<Self> {
+        let buckets = Buckets { map: HashMap::default(), sweep_at: FIRST_SWEEP };
+        Arc::new(Self { buckets: Mutex::new(buckets), kept: Mutex::default(), keep_bytes, pool })
+    }
+
     /// The record of a payload, made if it is new.
     ///
     /// # Errors
     /// The payload is not valid for the family. Nothing is kept of it.
     pub fn intern(
-        &self,
+        self: &Arc<Self>,
         family: &'static Family,
         hash: i64,
         payload: Payload<'_>,
@@ -75,7 +143,8 @@ impl Interner {
             }
         };
         let key = (std::ptr::from_ref(family) as usize, hash);
-        if let Some(record) = find(&lock(&self.buckets), key, identity) {
+        let known = lock(&self.buckets).find(key, identity);
+        if let Some(record) = known {
             bump(&counters.kernels_shared);
             return Ok(record);
         }
@@ -85,30 +154,56 @@ impl Interner {
             Payload::Json(text) => KernelPlan::from_json(text, &family.requirements)?,
             Payload::Dictionaries(dictionaries) => KernelPlan::from_dictionaries(&dictionaries, &family.requirements)?,
         };
-        let record = Arc::new(Record::new(family, Identity(identity.into()), plan, policy));
+        let record = Arc::new(Record::new(family, Identity(identity.into()), plan, policy, Arc::downgrade(self)));
         let mut buckets = lock(&self.buckets);
-        if let Some(record) = find(&buckets, key, identity) {
+        let known = buckets.find(key, identity);
+        if let Some(known) = known {
+            drop(buckets);
             bump(&counters.kernels_shared);
-            return Ok(record);
+            return Ok(known);
         }
-        buckets.entry(key).or_default().push(Arc::clone(&record));
+        buckets.add(key, &record);
         bump(&counters.kernels_interned);
         Ok(record)
     }
-}
 
-impl Interner {
-    /// Every record there is.
+    /// A call site begins to use a record that none used.
+    pub(super) fn used(&self, record: &Record) {
+        // The site holds the record, so this is never the last reference.
+        drop(lock(&self.kept).take(record));
+    }
+
+    /// The last call site of a record is gone.
+    pub(super) fn unused(&self, record: &Arc<Record>) {
+        let bytes = record.image_bytes();
+        let mut kept = lock(&self.kept);
+        let again = kept.take(record);
+        kept.list.push_back((Arc::clone(record), bytes));
+        kept.bytes += bytes;
+        let mut gone = Vec::new();
+        while kept.bytes > self.keep_bytes || (self.keep_bytes == 0 && !kept.list.is_empty()) {
+            let Some((oldest, bytes)) = kept.list.pop_front() else { break };
+            kept.bytes -= bytes;
+            gone.push(oldest);
+        }
+        drop(kept);
+        drop(again);
+        if !gone.is_empty() {
+            // Where no thread can be had, the job comes back and is dropped here, with what it holds.
+            drop(self.pool.submit(u64::MAX, Box::new(move || drop(gone))));
+        }
+    }
+
+    /// How many records there are, used or kept.
+    #[must_use]
+    pub fn live(&self) -> usize {
+        let buckets = lock(&self.buckets);
+        buckets.map.values().flatten().filter(|record| record.strong_count() > 0).count()
+    }
+
+    /// Every record there is, used or kept.
     #[must_use]
     pub fn records(&self) -> Vec<Arc<Record>> {
-        lock(&self.buckets).values().flatten().cloned().collect()
+        lock(&self.buckets).map.values().flatten().filter_map(Weak::upgrade).collect()
     }
-}
-
-fn find(
-    buckets: &HashMap<(usize, i64), Bucket, RandomState>,
-    key: (usize, i64),
-    identity: &[u8],
-) -> Option<Arc<Record>> {
-    buckets.get(&key)?.iter().find(|record| *record.identity().0 == *identity).cloned()
 }

@@ -4,13 +4,14 @@
 //! A launcher holds everything that a call of one derivative order needs on one device. Once made it is found without a
 //! lock: one `arc-swap` load and an index. Making it takes locks, and may compile and load.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
 use arc_swap::{ArcSwap, Guard};
 use smallvec::SmallVec;
 
-use super::intern::Identity;
+use super::intern::{Identity, Interner};
 use crate::compile::codec::Stored;
 use crate::compile::images::{self, Images, Request};
 use crate::compile::key::Digest;
@@ -65,10 +66,19 @@ pub struct Record {
     artifacts: Mutex<Vec<(Architecture, UnitIndex, Arc<Artifact>)>>,
     modules: Mutex<Vec<(u32, UnitIndex, Slot)>>,
     launchers: [ArcSwap<ByOrdinal>; MAX_ORDERS],
+    /// Call sites that use it.
+    uses: AtomicUsize,
+    home: Weak<Interner>,
 }
 
 impl Record {
-    pub(super) fn new(family: &'static Family, identity: Identity, plan: KernelPlan, policy: CompileUnits) -> Self {
+    pub(super) fn new(
+        family: &'static Family,
+        identity: Identity,
+        plan: KernelPlan,
+        policy: CompileUnits,
+        home: Weak<Interner>,
+    ) -> Self {
         let cut = Cut::of(family, &plan, policy);
         Self {
             family,
@@ -79,7 +89,34 @@ impl Record {
             artifacts: Mutex::default(),
             modules: Mutex::default(),
             launchers: std::array::from_fn(|_| ArcSwap::from_pointee(Vec::new())),
+            uses: AtomicUsize::new(0),
+            home,
         }
+    }
+
+    /// A call site begins to use the record.
+    pub(super) fn acquire(&self) {
+        if self.uses.fetch_add(1, Ordering::AcqRel) == 0 {
+            if let Some(home) = self.home.upgrade() {
+                home.used(self);
+            }
+        }
+    }
+
+    /// A call site is gone.
+    pub(super) fn release(self: &Arc<Self>) {
+        if self.uses.fetch_sub(1, Ordering::AcqRel) == 1 {
+            if let Some(home) = self.home.upgrade() {
+                home.unused(self);
+            }
+        }
+    }
+
+    /// Bytes of the images that it holds.
+    pub(super) fn image_bytes(&self) -> u64 {
+        let artifacts = lock(&self.artifacts);
+        let images = artifacts.iter().filter_map(|(_, _, artifact)| artifact.peek()?.ok());
+        images.map(|image| image.code.len() as u64).sum()
     }
 
     /// The kernel's family.

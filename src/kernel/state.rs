@@ -173,6 +173,12 @@ fn too_many() -> Error {
     ))
 }
 
+impl Drop for CallState {
+    fn drop(&mut self) {
+        self.record.release();
+    }
+}
+
 impl CallState {
     /// The state of a call of one derivative order.
     ///
@@ -180,6 +186,7 @@ impl CallState {
     /// The family has no such order.
     pub fn new(record: Arc<Record>, order: usize) -> Result<Self> {
         let call = record.call(order)?;
+        record.acquire();
         Ok(Self { record, order, call, prepared: OnceLock::new() })
     }
 

@@ -1,7 +1,7 @@
 //! The stage functions that XLA calls, one set per target.
 //!
 //! Each is an `extern "C"` function monomorphised from a [`Target`], so there is no user data and no table to search. Each
-//! body runs inside [`guard`], which answers metadata calls, turns errors into XLA's and lets no panic out.
+//! body runs inside `guard`, which answers metadata calls, turns errors into XLA's and lets no panic out.
 //!
 //! | stage | does | never |
 //! | --- | --- | --- |
@@ -11,7 +11,8 @@
 //!
 //! There is no prepare: nothing needs one, and XLA would call it before every run.
 //!
-//! A handler that was registered without instantiate has no state. It then interns from its attributes at every call.
+//! A handler that was registered without instantiate has no state. Execute then goes by its attributes, see
+//! [`super::stateless`].
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -63,7 +64,7 @@ pub unsafe extern "C" fn execute<T: Target>(frame: *mut ffi::CallFrame) -> *mut 
 /// # Safety
 /// `raw` is null or a frame that XLA made, alive through the call.
 #[inline]
-unsafe fn guard(
+pub(super) unsafe fn guard(
     raw: *mut ffi::CallFrame,
     target: &str,
     stage: &str,
@@ -77,7 +78,7 @@ unsafe fn guard(
         // SAFETY: the frame is XLA's.
         if let Some(metadata) = unsafe { metadata_of(raw) } {
             // SAFETY: the extension says where the answer goes.
-            unsafe { answer_metadata(metadata, api.and_then(Result::ok)) };
+            unsafe { answer_metadata(metadata, target, stage, api.and_then(Result::ok)) };
             return ptr::null_mut();
         }
     }
@@ -113,7 +114,8 @@ fn told(api: Api, target: &str, stage: &str, error: Error) -> *mut ffi::Error {
 /// # Safety
 /// `metadata` is XLA's structure for the answer.
 #[cold]
-unsafe fn answer_metadata(metadata: *mut ffi::Metadata, api: Option<Api>) {
+unsafe fn answer_metadata(metadata: *mut ffi::Metadata, target: &str, stage: &str, api: Option<Api>) {
+    super::register::note(target, stage, api);
     let minor = api.map_or(1, super::register::reported_minor);
     // The type is registered here, in time for an XLA that asks for its id with the handler.
     let type_id = api.filter(|api| api.minor() >= 2).and_then(|api| {
@@ -131,7 +133,11 @@ unsafe fn answer_metadata(metadata: *mut ffi::Metadata, api: Option<Api>) {
 }
 
 fn instantiate_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    let runtime = Runtime::global()?;
+    instantiate_in::<T>(Runtime::global()?, frame)
+}
+
+/// Instantiate on a platform's runtime.
+pub(super) fn instantiate_in<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<()> {
     let state = Box::new(state_of::<T>(runtime, frame)?);
     // On CPU XLA shows no tensors here, on GPU it does.
     if !frame.operands().is_empty() || !frame.results().is_empty() {
@@ -159,29 +165,43 @@ fn initialize_call(frame: &Frame<'_>) -> Result<()> {
 }
 
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    let runtime = Runtime::global()?;
-    let stream = match frame.api().stream(frame.context()) {
-        Ok(stream) => Stream(stream),
-        Err(error) => return Err(no_stream(runtime, &error)),
-    };
-    let ordinal = ordinal(frame)?;
     // SAFETY: the state is used within this call only.
-    let site = (unsafe { site_state(frame) })?;
-    let stateless;
-    let state = if let Some(site) = site {
-        site
-    } else {
-        stateless = state_of::<T>(runtime, frame)?;
-        &stateless
-    };
+    let Some(state) = (unsafe { site_state(frame) })? else { return super::stateless::execute_call::<T>(frame) };
+    // SAFETY: the state is this call site's.
+    unsafe { execute_state(&call(frame)?, frame, state) }
+}
+
+/// What an execute call runs on.
+pub(super) struct Call<'a> {
+    pub(super) runtime: &'a Runtime,
+    ordinal: u32,
+}
+
+#[inline]
+pub(super) fn call(frame: &Frame<'_>) -> Result<Call<'static>> {
+    Ok(Call { runtime: Runtime::global()?, ordinal: ordinal(frame)? })
+}
+
+/// Runs a call of a known state.
+///
+/// # Safety
+/// The state is that of the frame's payload, derivative order and tensor shapes.
+#[inline]
+pub(super) unsafe fn execute_state(call: &Call<'_>, frame: &Frame<'_>, state: &CallState) -> Result<()> {
     let prepared = if let Some(prepared) = state.prepared() {
         prepared
     } else {
         let (operands, results) = views(frame)?;
         state.check(&operands, &results)?
     };
-    // SAFETY: XLA's stream, ordinal and buffers belong together, and the prepared call is that of this call site.
-    unsafe { state.execute(runtime, ordinal, stream, prepared, &addresses(frame)) }
+    // After the check, because a wrong tensor is wrong with and without a GPU.
+    let stream = match frame.api().stream(frame.context()) {
+        Ok(stream) => Stream(stream),
+        Err(error) => return Err(no_stream(call.runtime, &error)),
+    };
+    // SAFETY: XLA's stream, ordinal and buffers belong together, and by this function's contract the prepared call is of
+    // this frame's tensors.
+    unsafe { state.execute(call.runtime, call.ordinal, stream, prepared, &addresses(frame)) }
 }
 
 /// Why there is no stream: usually because there is no GPU, which is the more useful thing to say.
@@ -205,14 +225,14 @@ fn ordinal(frame: &Frame<'_>) -> Result<u32> {
 ///
 /// # Safety
 /// The reference must not be kept past the stage call.
-unsafe fn site_state<'a>(frame: &Frame<'a>) -> Result<Option<&'a CallState>> {
+pub(super) unsafe fn site_state<'a>(frame: &Frame<'a>) -> Result<Option<&'a CallState>> {
     let api = frame.api();
     let state = api.state(frame.context(), types::id_in(api)?)?;
     // SAFETY: XLA answers only states of our own type, which it keeps alive while the executable runs.
     Ok(state.map(|state| unsafe { &*state.cast::<CallState>() }))
 }
 
-fn state_of<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<CallState> {
+pub(super) fn state_of<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<CallState> {
     let attributes = frame.attributes();
     let order = match T::DERIVATIVE {
         Derivative::Order(order) => order,
@@ -261,10 +281,10 @@ fn record_of<T: Target>(
     runtime.intern(T::FAMILY, hash, Payload::Dictionaries(payload))
 }
 
-type Views<'a> = SmallVec<[TensorView<'a>; 12]>;
+pub(super) type Views<'a> = SmallVec<[TensorView<'a>; 12]>;
 
 /// Element types and dimensions of a call's tensors.
-fn views<'a>(frame: &Frame<'a>) -> Result<(Views<'a>, Views<'a>)> {
+pub(super) fn views<'a>(frame: &Frame<'a>) -> Result<(Views<'a>, Views<'a>)> {
     Ok((list(frame.operands(), "operand")?, list(frame.results(), "result")?))
 }
 
@@ -288,7 +308,7 @@ fn list<'a>(tensors: Tensors<'a>, what: &str) -> Result<Views<'a>> {
 }
 
 #[inline]
-fn addresses(frame: &Frame<'_>) -> Addresses {
+pub(super) fn addresses(frame: &Frame<'_>) -> Addresses {
     let mut addresses = Addresses::default();
     frame.operands().addresses(&mut addresses);
     frame.results().addresses(&mut addresses);

@@ -21,7 +21,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use oeq_native::compile::{Architecture, Compiler, Image, Program};
@@ -198,16 +198,11 @@ unsafe extern "C" fn state_get<const MINOR: c_int>(args: *mut c_void) -> *mut ff
 /// What was registered: (minor, platform, name) to its bundle and traits.
 pub static HANDLERS: Mutex<Vec<(c_int, String, String, ffi::HandlerBundle, u32)>> = Mutex::new(Vec::new());
 
-unsafe extern "C" fn handler_register<const MINOR: c_int>(args: *mut ffi::HandlerRegisterArgs) -> *mut ffi::Error {
-    let args = unsafe { &*args };
-    if MINOR >= 4 {
-        assert!(args.struct_size == 84 || args.struct_size >= 92, "refused: expected 92, got {}", args.struct_size);
-    } else {
-        assert!(args.struct_size >= 84);
-    }
-    let (name, platform) = unsafe { (text(&args.name).to_owned(), text(&args.platform).to_owned()) };
-    let Some(execute) = args.bundle.execute else { return fake_error(3, "must provide an execute implementation") };
-    // The metadata call, as XLA makes it: no context, stage execute, version 0.0 on entry; no api before 0.2.
+/// The oldest handler version that the XLA of each minor version takes; all real ones so far take 0.1.
+pub static OLDEST_TAKEN: [AtomicI32; 6] = [const { AtomicI32::new(1) }; 6];
+
+/// The metadata call, as XLA makes it: no context, stage execute, version 0.0 on entry; no api before 0.2.
+fn ask<const MINOR: c_int>(handler: ffi::Handler) -> ffi::Metadata {
     let xla = FakeXla::of(MINOR);
     let mut metadata = empty_metadata();
     let mut extension = ffi::MetadataExtension {
@@ -221,10 +216,33 @@ unsafe extern "C" fn handler_register<const MINOR: c_int>(args: *mut ffi::Handle
     let mut frame = empty_frame(if MINOR >= 2 { &raw const *xla.api } else { ptr::null() }, ptr::null_mut());
     frame.extension_start = (&raw mut extension).cast();
     frame.stage = ffi::stage::EXECUTE;
-    assert!(unsafe { execute(&raw mut frame) }.is_null());
+    assert!(unsafe { handler(&raw mut frame) }.is_null());
+    metadata
+}
+
+unsafe extern "C" fn handler_register<const MINOR: c_int>(args: *mut ffi::HandlerRegisterArgs) -> *mut ffi::Error {
+    let args = unsafe { &*args };
+    if MINOR >= 4 {
+        assert!(args.struct_size == 84 || args.struct_size >= 92, "refused: expected 92, got {}", args.struct_size);
+    } else {
+        assert!(args.struct_size >= 84);
+    }
+    let (name, platform) = unsafe { (text(&args.name).to_owned(), text(&args.platform).to_owned()) };
+    let Some(execute) = args.bundle.execute else { return fake_error(3, "must provide an execute implementation") };
+    let metadata = ask::<MINOR>(execute);
     let version = (metadata.api_version.major_version, metadata.api_version.minor_version);
-    if version.0 != 0 || !(1..=MINOR).contains(&version.1) {
+    let oldest = OLDEST_TAKEN[usize::try_from(MINOR).unwrap()].load(Ordering::SeqCst);
+    if version.0 != 0 || !(oldest..=MINOR).contains(&version.1) {
         return fake_error(3, "handler's API version is incompatible with the framework's API version");
+    }
+    // From 0.2 on XLA then asks instantiate, whose state's type it must know by now.
+    if let (Some(instantiate), true) = (args.bundle.instantiate, MINOR >= 2) {
+        let id = ask::<MINOR>(instantiate).state_type_id.type_id;
+        let types = TYPES.lock().unwrap();
+        let known = types.iter().flatten().any(|(name, (known, deleter))| {
+            *known == id && name.starts_with(&format!("{MINOR}/")) && deleter.is_some()
+        });
+        assert!(known, "state type {id} is not registered");
     }
     let mut handlers = HANDLERS.lock().unwrap();
     if let Some(known) = handlers.iter().find(|h| (h.0, &h.1, &h.2) == (MINOR, &platform, &name)) {
@@ -513,6 +531,11 @@ impl Site {
         })
     }
 
+    /// Calls a stage function, whichever it is.
+    pub fn call(&mut self, handler: Option<ffi::Handler>, show_tensors: bool) -> Answer {
+        self.stage(0, handler, show_tensors)
+    }
+
     pub fn instantiate(&mut self, target: &str, show_tensors: bool) -> Answer {
         self.stage(ffi::stage::INSTANTIATE, bundle(target).instantiate, show_tensors)
     }
@@ -593,6 +616,7 @@ pub struct World {
     /// Whether enqueue keeps notes (notes allocate).
     pub silent: std::sync::atomic::AtomicBool,
     pub loads: AtomicU64,
+    pub unloads: AtomicU64,
     /// Function handle to (entry, image).
     functions: Mutex<HashMap<usize, (String, u64)>>,
     next_function: AtomicU64,
@@ -601,7 +625,15 @@ pub struct World {
 
 struct FakeDriver(Arc<World>);
 struct FakeCompiler(Arc<World>);
-struct FakeModule(Vec<Function>);
+struct FakeModule(Vec<Function>, Arc<World>);
+
+impl Drop for FakeModule {
+    fn drop(&mut self) {
+        let mut functions = self.1.functions.lock().unwrap();
+        self.0.iter().for_each(|function| assert!(functions.remove(&function.0).is_some()));
+        self.1.unloads.fetch_add(1, Ordering::SeqCst);
+    }
+}
 
 impl Module for FakeModule {
     fn function(&self, index: usize) -> Option<Function> {
@@ -638,7 +670,7 @@ impl Driver for FakeDriver {
             self.0.functions.lock().unwrap().insert(handle, (spec.entry.to_owned(), number));
             handles.push(Function(handle));
         }
-        Ok(Box::new(FakeModule(handles)))
+        Ok(Box::new(FakeModule(handles, Arc::clone(&self.0))))
     }
 
     unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
@@ -690,10 +722,16 @@ impl Compiler for FakeCompiler {
 
 /// The process's runtime, on the stand-ins.
 pub fn world() -> &'static World {
+    // Nothing of the stand-ins goes to the user's store; a test that wants a store names a directory.
+    let store = std::env::var_os("OEQ_STORE_DIR").is_some();
+    world_with(Config { compile_threads: 4, store, ..Config::from_environment().unwrap() })
+}
+
+/// The same with options; the first call decides.
+pub fn world_with(config: Config) -> &'static World {
     static WORLD: OnceLock<Arc<World>> = OnceLock::new();
     WORLD.get_or_init(|| {
         let world = Arc::new(World::default());
-        let config = Config { compile_threads: 4, ..Config::from_environment().unwrap() };
         let driver = Box::new(FakeDriver(Arc::clone(&world)));
         Runtime::install(Runtime::new(config, driver, Arc::new(FakeCompiler(Arc::clone(&world))))).unwrap();
         world

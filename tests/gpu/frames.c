@@ -56,8 +56,17 @@ static struct {
   int (*FuncSetAttribute)(void*, int, int);
   int (*LaunchKernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   int (*GetErrorName)(int, const char**);
+  int (*StreamBeginCapture_v2)(void*, int);
+  int (*StreamEndCapture)(void*, void**);
+  int (*GraphInstantiateWithFlags)(void**, void*, unsigned long long);
+  int (*GraphLaunch)(void*, void*);
+  int (*CtxGetCurrent)(void**);
+  int (*CtxCreate_v2)(void**, unsigned, int);
 } cu;
-static void *g_context, *g_stream;
+static void *g_context;
+static void *g_main_stream;        // what threads use that made no stream of their own
+static __thread void* t_stream;
+#define g_stream (t_stream ? t_stream : g_main_stream)
 
 static int cuda(int code, const char* what) {
   if (code == 0) return 0;
@@ -67,7 +76,7 @@ static int cuda(int code, const char* what) {
 }
 
 int gpu_open(void) {
-  if (g_stream) return cuda(cu.CtxSetCurrent(g_context), "cuCtxSetCurrent");
+  if (g_main_stream) return cuda(cu.CtxSetCurrent(g_context), "cuCtxSetCurrent");
   void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
   if (!driver) return fail(1, "%s", dlerror());
 #define FIND(name) \
@@ -75,13 +84,15 @@ int gpu_open(void) {
   FIND(Init); FIND(DeviceGet); FIND(DevicePrimaryCtxRetain); FIND(CtxSetCurrent); FIND(StreamCreate); FIND(StreamSynchronize);
   FIND(MemAlloc_v2); FIND(MemFree_v2); FIND(MemsetD8Async); FIND(MemcpyHtoD_v2); FIND(MemcpyDtoH_v2);
   FIND(ModuleLoadData); FIND(ModuleGetFunction); FIND(FuncSetAttribute); FIND(LaunchKernel); FIND(GetErrorName);
+  FIND(StreamBeginCapture_v2); FIND(StreamEndCapture); FIND(GraphInstantiateWithFlags); FIND(GraphLaunch); FIND(CtxGetCurrent);
+  FIND(CtxCreate_v2);
 #undef FIND
   int device, rc;
   if ((rc = cuda(cu.Init(0), "cuInit"))) return rc;
   if ((rc = cuda(cu.DeviceGet(&device, 0), "cuDeviceGet"))) return rc;
   if ((rc = cuda(cu.DevicePrimaryCtxRetain(&g_context, device), "cuDevicePrimaryCtxRetain"))) return rc;
   if ((rc = cuda(cu.CtxSetCurrent(g_context), "cuCtxSetCurrent"))) return rc;
-  return cuda(cu.StreamCreate(&g_stream, 1 /* non-blocking, as XLA's streams are */), "cuStreamCreate");
+  return cuda(cu.StreamCreate(&g_main_stream, 1 /* non-blocking, as XLA's streams are */), "cuStreamCreate");
 }
 int gpu_sync(void) { return cuda(cu.StreamSynchronize(g_stream), "cuStreamSynchronize"); }
 int gpu_alloc(Pointer* p, size_t n) { return cuda(cu.MemAlloc_v2(p, n ? n : 1), "cuMemAlloc"); }
@@ -93,6 +104,26 @@ int gpu_fill(Pointer p, int byte, size_t n) {
 }
 int gpu_write(Pointer p, const void* host, size_t n) { return n ? cuda(cu.MemcpyHtoD_v2(p, host, n), "cuMemcpyHtoD") : 0; }
 int gpu_read(void* host, Pointer p, size_t n) { return n ? cuda(cu.MemcpyDtoH_v2(host, p, n), "cuMemcpyDtoH") : 0; }
+
+// A stream of this thread's own, for all it does from now on.
+int gpu_own_stream(void) { return cuda(cu.StreamCreate(&t_stream, 1), "cuStreamCreate"); }
+
+// Capture of this thread's stream: mode 0 is global, 1 thread-local, 2 relaxed. The end answers a graph that can be launched.
+int gpu_capture_begin(int mode) { return cuda(cu.StreamBeginCapture_v2(g_stream, mode), "cuStreamBeginCapture"); }
+int gpu_capture_end(void** executable) {
+  void* graph = NULL;
+  int rc = cuda(cu.StreamEndCapture(g_stream, &graph), "cuStreamEndCapture");
+  return rc ? rc : cuda(cu.GraphInstantiateWithFlags(executable, graph, 0), "cuGraphInstantiate");
+}
+int gpu_graph_launch(void* executable) {
+  int rc = cuda(cu.GraphLaunch(executable, g_stream), "cuGraphLaunch");
+  return rc ? rc : gpu_sync();
+}
+
+// This thread's current context: set to none or to a new one, and looked at.
+int gpu_context(void** current) { return cuda(cu.CtxGetCurrent(current), "cuCtxGetCurrent"); }
+int gpu_context_none(void) { return cuda(cu.CtxSetCurrent(NULL), "cuCtxSetCurrent"); }
+int gpu_context_other(void) { void* other; return cuda(cu.CtxCreate_v2(&other, 0, 0), "cuCtxCreate"); }
 
 // ---- the handler table -----------------------------------------------------------------------------------------------
 
@@ -342,6 +373,7 @@ int site_open(void** out, void* library, const char* target, const char* payload
 }
 
 int site_initialize(void* site) { return stage_call(site, 2); }
+int site_enqueue(void* site) { return stage_call(site, 3); }
 int site_execute(void* site) {
   int rc = stage_call(site, 3);
   return rc ? rc : gpu_sync();

@@ -58,6 +58,8 @@ ARGUMENTS = {
     "library_name": [V, ctypes.c_uint32], "library_traits": [V, ctypes.c_uint32], "library_has_stage": [V, ctypes.c_uint32, INT],
     "site_open": [V, V, ctypes.c_char_p, ctypes.c_char_p, SZ, I64, I64, INT, INT, V, V, V, V, INT, V],
     "site_initialize": [V], "site_execute": [V], "site_close": [V], "site_time": [V, INT, INT, INT, V, V],
+    "site_enqueue": [V], "gpu_own_stream": [], "gpu_capture_begin": [INT], "gpu_capture_end": [V], "gpu_graph_launch": [V],
+    "gpu_context": [V], "gpu_context_none": [], "gpu_context_other": [],
     "floor_function": [V, V, ctypes.c_char_p, INT], "floor_run": [V, INT, V, INT],
     "floor_time": [V, INT, V, INT, INT, INT, V, V],
 }
@@ -79,6 +81,46 @@ def check(code):
 
 def open_gpu():
     check(_lib.gpu_open())
+
+
+def own_stream():
+    """Makes a stream for all that this thread does from now on."""
+    check(_lib.gpu_own_stream())
+
+
+class Capture:
+    """Captures what is enqueued on this thread's stream inside the `with` block; `replay` runs it."""
+
+    MODES = {"global": 0, "thread-local": 1, "relaxed": 2}
+
+    def __init__(self, mode):
+        self.mode, self.executable = self.MODES[mode], V()
+
+    def __enter__(self):
+        check(_lib.gpu_capture_begin(self.mode))
+        return self
+
+    def __exit__(self, *_error):
+        check(_lib.gpu_capture_end(ctypes.byref(self.executable)))
+
+    def replay(self):
+        check(_lib.gpu_graph_launch(self.executable))
+
+
+def context():
+    """The address of this thread's current context, None for none."""
+    current = V()
+    check(_lib.gpu_context(ctypes.byref(current)))
+    return current.value
+
+
+def context_none():
+    check(_lib.gpu_context_none())
+
+
+def context_other():
+    """Makes a new context and makes it this thread's."""
+    check(_lib.gpu_context_other())
 
 
 class Buffer:
@@ -145,6 +187,14 @@ class Site:
 
     def execute(self):
         check(_lib.site_execute(self.handle))
+
+    def enqueue(self):
+        """Execute without waiting for the device."""
+        check(_lib.site_enqueue(self.handle))
+
+    def close(self):
+        """Destroys the state, as XLA does with its executable."""
+        self.__del__()
 
     def time(self, samples, per_sample, with_initialize=False):
         """Host nanoseconds per call and nanoseconds per call with the device's work, one of each per sample."""

@@ -7,6 +7,7 @@
 #   EXTJAX   the unpacked sdist of openequivariance_extjax, of the same version
 #   TESTS    the folder tests/ of OpenEquivariance's repository
 # env: OEQ_NATIVE_LIBRARY (target/release/liboeq_native.so)
+#      NATIVE_HOST (target/release/examples/native_host), for native_host.sh
 #      PYTHON (a Python of the version over there, with jax, nanobind and pytest_check), and with it CUDA_INCLUDE and
 #      CUDA_LIBS (see build_upstream.sh) to build upstream's module here; without them it is built over there
 set -euo pipefail
@@ -20,6 +21,11 @@ if [[ -e $lib ]]; then
   strip --strip-debug "$carry/liboeq_native.so"
 else
   echo "pack.sh: no $lib yet; run again when it is built" >&2
+fi
+host=${NATIVE_HOST:-$root/target/release/examples/native_host}
+if [[ -e $host ]]; then
+  cp "$host" "$carry/native_host"
+  strip --strip-debug "$carry/native_host"
 fi
 rm -rf "$carry"/package/* "$carry"/upstream-sdist/* "$carry"/tests/*
 cp -r "$oeq/openequivariance" "$carry/package/"

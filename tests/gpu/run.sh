@@ -11,9 +11,13 @@
 #   poison     results do not depend on what result buffers held                   (these four run side by side)
 #   numerics   the targets through jax.ffi and second derivatives, ours against upstream
 #   capture    many calls with and without XLA's command buffers
+#   graphs     first calls inside captures in every mode, captures beside loading, threads without a context
+#   rate       calls per second of 1 to 16 threads, ours and upstream
 #   threads    eight threads with executables of their own
 #   sanitizer  compute-sanitizer on a tiny run of each target, where it is installed
 #   suite      OpenEquivariance's own JAX tests on both modules
+#   repeat     (only when named) one of them many times on both
+#   zero       the zeroing kernel: exactness, and its cost beside memsets
 #
 # env (defaults: the folder .carry at the project's root, as pack.sh fills it, then the project's own build)
 #   OEQ_NATIVE_LIBRARY  liboeq_native.so
@@ -34,7 +38,7 @@ begin=$SECONDS work=$(mktemp -d) failed=()
 out=${OUT:-$work} && mkdir -p "$out"
 full=$out/gpu-run.log && : >"$full"
 parts=("$@")
-[[ $# -gt 0 ]] || parts=(smoke cold dispatch poison numerics capture threads sanitizer suite)
+[[ $# -gt 0 ]] || parts=(smoke cold dispatch poison numerics capture graphs threads rate sanitizer zero suite)
 wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 first() { for p in "$@"; do [[ -e $p ]] && { echo "$p"; return; }; done; echo "$1"; }
 
@@ -177,6 +181,32 @@ fi
 for p in "${side[@]:-}"; do [[ -n $p ]] && wait "$p"; done
 report poison numerics capture threads sanitizer
 
+# ---- captures made by the test itself ----------------------------------------------------------------------------
+if wants graphs; then
+  t=$SECONDS
+  timeout -k 5 150 "$PYTHON" "$here/graphs.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" >"$work/graphs.log" 2>&1
+  rc=$?
+  timeout -k 5 150 "$PYTHON" "$here/graphs.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" unload >>"$work/graphs.log" 2>&1
+  echo "$((rc + $?)) $((SECONDS - t))" >"$work/graphs.rc"
+  tail -n 20 "$work/graphs.log"
+fi
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+if wants rate; then
+  t=$SECONDS
+  timeout -k 5 100 "$PYTHON" "$here/thread_rate.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" $([[ $have_upstream ]] && ls "$OEQ_UPSTREAM"/*.so) >"$work/rate.log" 2>&1
+  echo "$? $((SECONDS - t))" >"$work/rate.rc"
+  tail -n 8 "$work/rate.log"
+fi
+
+# ---- the zeroing kernel ------------------------------------------------------------------------------------------
+if wants zero; then
+  t=$SECONDS
+  cc -O2 "$here/zero_fill.c" -o "$work/zero_fill" -ldl && "$work/zero_fill" "$here/../../kernels/zero_fill.ptx" >"$work/zero.log" 2>&1
+  echo "$? $((SECONDS - t))" >"$work/zero.rc"
+  tail -n 45 "$work/zero.log"
+fi
+
 # ---- OpenEquivariance's own tests --------------------------------------------------------------------------------
 if wants suite; then
   left=$((LIMIT - (SECONDS - begin) - 10)) shards=${SUITE_SHARDS:-8} t=$SECONDS pids=()
@@ -202,6 +232,27 @@ if wants suite; then
     report suite
     [[ -s $work/suite-ours.jsonl ]] || tail -n 15 "$work/suite-ours-0.log"
   fi
+fi
+
+# ---- one test of it, many times: sums by atomics differ from run to run --------------------------------------------
+if wants repeat; then
+  expression=${REPEAT_TEST:-AtomicSharedWeights and test_tp_fwd and F32 and e3tools} times=${REPEAT_TIMES:-24} t=$SECONDS
+  for module in ours upstream; do
+    [[ $module == upstream && ! $have_upstream ]] && continue
+    path=$ours pids=()
+    [[ $module == ours ]] || path=$theirs
+    for ((i = 0; i < times; i++)); do
+      (cd "$OEQ_TESTS" && OMP_NUM_THREADS=1 PYTHONPATH=$path JAX_ENABLE_X64=True XLA_PYTHON_CLIENT_MEM_FRACTION=.02 timeout -k 5 150 "$PYTHON" -m pytest \
+        -q -p suite -p no:cacheprovider --import-mode=importlib --jax conv_test.py -k "$expression" >"$work/repeat-$module-$i.log" 2>&1) &
+      pids+=($!)
+      [[ $(((i + 1) % 12)) -eq 0 ]] && wait "${pids[@]}"
+    done
+    wait "${pids[@]}"
+    echo "repeat: $module: $(grep -lE '^[0-9]+ passed' "$work"/repeat-$module-*.log | wc -l) of $times passed; $(grep -hoE 'observed error=[0-9.e-]+' "$work"/repeat-$module-*.log | sort | uniq -c | tr '\n' ' ')"
+  done >"$work/repeat.log" 2>&1
+  echo "RESULT repeat '$expression' done" >>"$work/repeat.log"
+  echo "0 $((SECONDS - t))" >"$work/repeat.rc"
+  cat "$work/repeat.log"
 fi
 
 # ---- summary -------------------------------------------------------------------------------------------------------

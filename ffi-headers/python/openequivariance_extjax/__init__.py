@@ -4,8 +4,8 @@ OpenEquivariance imports a module of this name for its handlers and for the prop
 kernels for. This one has no compiled part of its own: it opens the shared library of oeq-native and reads the C surface
 that ffi-headers/oeq.h describes. Put the folder above this file on PYTHONPATH in place of the other extension.
 
-The library is looked for at OEQ_NATIVE_LIBRARY, else beside this file, else where cargo builds it in the repository that
-this file lies in. It stays open until the process ends: XLA keeps the addresses that registrations() hands out.
+The library is looked for at OEQ_NATIVE_LIBRARY, else beside this file, else where cargo builds it in the repository
+that this file lies in. It stays open until the process ends: XLA keeps the addresses that registrations() hands out.
 
 Set OEQ_DEVICE ("H200", or "sm_90,MULTIPROCESSORS,SHARED_BYTES") to export models on a machine without a GPU.
 """
@@ -78,6 +78,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "oeq_last_error": (ctypes.c_char_p, []),
     "oeq_version": (ctypes.c_char_p, []),
     "oeq_ffi_handler_table": (ctypes.POINTER(_Table), []),
+    "oeq_ffi_handler_table_on": (ctypes.c_void_p, [ctypes.c_uint32, ctypes.c_char_p]),
     "oeq_get_stats": (ctypes.c_int32, [ctypes.POINTER(_Stats)]),
     "oeq_device_properties": (ctypes.c_int32, [ctypes.c_int32, ctypes.POINTER(_DeviceProperties)]),
     "oeq_timer_create": (ctypes.c_int32, [ctypes.POINTER(ctypes.c_void_p)]),
@@ -99,7 +100,9 @@ def _open() -> ctypes.CDLL:
     path = next((candidate for candidate in candidates if candidate.exists()), None)
     if path is None:
         looked = ", ".join(map(str, candidates))
-        raise ImportError(f"oeq-native's library was not found (looked at {looked}); set {_LIBRARY_VARIABLE} to its path")
+        raise ImportError(
+            f"oeq-native's library was not found (looked at {looked}); set {_LIBRARY_VARIABLE} to its path"
+        )
     try:
         # ctypes never closes a library, which is what the addresses given to XLA need.
         library = ctypes.CDLL(str(path))
@@ -126,9 +129,11 @@ def _check(status: int) -> None:
         raise _failure()
 
 
-def _table() -> _Table:
-    """The library's handler table, once its layout is known to be the one read here."""
+def _table(platform: str = "CUDA") -> _Table:
+    """The library's handler table of a platform, once its layout is known to be the one read here."""
     pointer = _library.oeq_ffi_handler_table()
+    if pointer and platform != "CUDA":
+        pointer = ctypes.cast(_library.oeq_ffi_handler_table_on(_ABI_VERSION, platform.encode()), ctypes.POINTER(_Table))
     if not pointer:
         raise _failure()
     table = pointer.contents
@@ -152,9 +157,12 @@ def _capsule(address: int) -> Any:
     return _new_capsule(address, None, None)
 
 
-def registrations() -> dict[str, dict[str, Any]]:
-    """What jax.ffi.register_ffi_target takes: for each target the capsules of the stages that it has."""
-    table = _table()
+def registrations(platform: str = "CUDA") -> dict[str, dict[str, Any]]:
+    """What jax.ffi.register_ffi_target takes: for each target the capsules of the stages that it has on a platform.
+
+    The platform is "CUDA", or "cpu" for kernels that are compiled with the system's C++ compiler and run on the CPU.
+    """
+    table = _table(platform)
     return {
         handler.name.decode(): {
             stage: _capsule(address)

@@ -1,0 +1,199 @@
+//! Execute functions for hosts that register one function per target and nothing else.
+//!
+//! Such a call has no state: all it brings is the payload itself, among its attributes. What was worked out for earlier
+//! calls is kept per thread, as [`CallState`]s, and the question at every call is whether this payload is that of a kept
+//! one. The answer must never be wrong.
+//!
+//! Nothing short of reading the bytes proves it. The address of an attribute proves nothing: it lives as long as its
+//! executable, whose end a handler without state never learns, and older XLAs build the frame anew for every call, so that
+//! one address can carry two payloads within one run. The exported `hash` is a hint, and a fingerprint of samples misses
+//! what differs between them. So the payload is compared, whole, with the one that was interned: one `memcmp`, of a record
+//! found by its length and hint, and only if everything cheaper (target, order, element types, dimensions) agrees. The rest
+//! of the call costs what a call with state costs: no lock, no allocation, no shape check, no state look-up, whose failure
+//! XLA would wrap into an error object. `benches/dispatch.rs` measures it.
+
+use std::cell::RefCell;
+use std::ffi::c_int;
+
+use smallvec::SmallVec;
+
+use super::ffi;
+use super::frame::{Attribute, Frame, Tensors};
+use super::stages::{self, Call};
+use crate::error::Result;
+use crate::kernel::CallState;
+use crate::registry::{Derivative, Target};
+use crate::targets::{convolution, tensor_product, variadic};
+
+/// Kept calls per thread. One more displaces the one that was made first.
+const KEPT: usize = 256;
+
+/// Element types and dimensions of a call's tensors, one after another: type, rank, dimensions.
+type Shapes = SmallVec<[i64; 48]>;
+
+struct Kept {
+    target: &'static str,
+    order: i64,
+    shapes: Shapes,
+    state: CallState,
+}
+
+thread_local! {
+    static CALLS: RefCell<Vec<Kept>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Execute function of a target for hosts that register no other stage.
+///
+/// # Safety
+/// Called by XLA with a frame of its own.
+pub unsafe extern "C" fn execute<T: Target>(frame: *mut ffi::CallFrame) -> *mut ffi::Error {
+    // SAFETY: by this function's contract.
+    unsafe { stages::guard(frame, T::NAME, "execute", execute_call::<T>) }
+}
+
+/// Runs a call that has nothing but its frame.
+pub(super) fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
+    let call = stages::call(frame)?;
+    let Some((kernel, order)) = key::<T>(frame) else { return anew::<T>(&call, frame).map(|_| ()) };
+    let outcome = CALLS.try_with(|calls| {
+        // Nothing that a call does comes back to this thread's list; if it did, the call would just not be kept.
+        let Ok(kept) = calls.try_borrow() else { return None };
+        let found = kept.iter().find(|kept| {
+            kept.target == T::NAME
+                && kept.order == order
+                && same_shapes(&kept.shapes, frame.operands(), frame.results())
+                && kept.state.record().identity().is(kernel)
+        })?;
+        Some(run(&call, frame, &found.state))
+    });
+    if let Ok(Some(outcome)) = outcome {
+        return outcome;
+    }
+    let state = anew::<T>(&call, frame)?;
+    let _ = CALLS.try_with(|calls| {
+        let Ok(mut calls) = calls.try_borrow_mut() else { return };
+        if calls.len() >= KEPT {
+            calls.remove(0);
+        }
+        calls.push(Kept { target: T::NAME, order, shapes: shapes(frame.operands(), frame.results()), state });
+    });
+    Ok(())
+}
+
+/// Runs a call from its attributes alone, and answers its state.
+fn anew<T: Target>(call: &Call<'_>, frame: &Frame<'_>) -> Result<CallState> {
+    let state = stages::state_of::<T>(call.runtime, frame)?;
+    run(call, frame, &state)?;
+    Ok(state)
+}
+
+#[inline]
+fn run(call: &Call<'_>, frame: &Frame<'_>, state: &CallState) -> Result<()> {
+    // SAFETY: the state is that of this frame's payload, order and shapes: made from it, or found equal.
+    unsafe { stages::execute_state(call, frame, state) }
+}
+
+/// The payload and the order of a call whose payload is one text. `None` for the rest: what is wrong, and the dictionaries
+/// of OEQ 0.5.0 to 0.5.3, whose identity is put together from many parts.
+fn key<'a, T: Target>(frame: &Frame<'a>) -> Option<(&'a [u8], i64)> {
+    let (mut kernel, mut order) = (
+        None,
+        match T::DERIVATIVE {
+            Derivative::Order(_) => Some(0),
+            Derivative::Attribute => None,
+        },
+    );
+    for (name, value) in frame.attributes().iter() {
+        match (name, value) {
+            (b"kernel", Attribute::Text(text)) => kernel = Some(text),
+            (b"derivative", Attribute::Integer(value)) if order.is_none() => order = Some(value),
+            (b"kernel_prop", _) => return None,
+            _ => {}
+        }
+    }
+    Some((kernel?, order?))
+}
+
+fn shapes(operands: Tensors<'_>, results: Tensors<'_>) -> Shapes {
+    let mut shapes = Shapes::new();
+    for tensors in [operands, results] {
+        for tensor in (0..tensors.len()).filter_map(|index| tensors.get(index)) {
+            shapes.push(head(tensor.dtype(), tensor.dimensions()));
+            shapes.extend_from_slice(tensor.dimensions());
+        }
+    }
+    shapes
+}
+
+/// Type and rank of a tensor in one word.
+#[inline]
+fn head(dtype: c_int, dimensions: &[i64]) -> i64 {
+    (i64::from(dtype) << 32) | i64::try_from(dimensions.len()).unwrap_or(i64::MAX)
+}
+
+#[inline]
+fn same_shapes(mut kept: &[i64], operands: Tensors<'_>, results: Tensors<'_>) -> bool {
+    for tensors in [operands, results] {
+        for index in 0..tensors.len() {
+            let Some(tensor) = tensors.get(index) else { return false };
+            let dimensions = tensor.dimensions();
+            let Some((&first, rest)) = kept.split_first() else { return false };
+            if first != head(tensor.dtype(), dimensions) || !rest.starts_with(dimensions) {
+                return false;
+            }
+            kept = &rest[dimensions.len()..];
+        }
+    }
+    kept.is_empty()
+}
+
+/// Symbols that `build.rs` gives the targets' plain names in the shared library. In the static one they keep these: there
+/// plain names would collide with those of other libraries.
+macro_rules! symbols {
+    ($($symbol:ident = $target:ty),+ $(,)?) => {
+        $(
+            #[doc = concat!("[`execute`] of `", stringify!($target), "`.")]
+            ///
+            /// # Safety
+            /// Called by XLA with a frame of its own.
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $symbol(frame: *mut ffi::CallFrame) -> *mut ffi::Error {
+                // SAFETY: by this function's contract.
+                unsafe { execute::<$target>(frame) }
+            }
+        )+
+
+        /// The symbols and the targets that they execute.
+        #[cfg(test)]
+        const SYMBOLS: &[(&str, &str)] = &[$((stringify!($symbol), <$target as Target>::NAME)),+];
+    };
+}
+
+symbols! {
+    oeq_execute_conv_backward = convolution::Backward,
+    oeq_execute_conv_double_backward = convolution::DoubleBackward,
+    oeq_execute_conv_forward = convolution::Forward,
+    oeq_execute_oeq_convolution = variadic::Convolution,
+    oeq_execute_oeq_tensor_product = variadic::TensorProduct,
+    oeq_execute_tp_backward = tensor_product::Backward,
+    oeq_execute_tp_double_backward = tensor_product::DoubleBackward,
+    oeq_execute_tp_forward = tensor_product::Forward,
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed test should panic")]
+
+    use super::*;
+    use crate::registry;
+
+    #[test]
+    fn every_target_of_the_table_has_a_symbol_and_a_plain_name() {
+        let names: Vec<_> = registry::table().unwrap().entries.iter().map(|entry| entry.descriptor.name).collect();
+        assert_eq!(SYMBOLS.iter().map(|(_, name)| *name).collect::<Vec<_>>(), names);
+        for (symbol, name) in SYMBOLS {
+            assert_eq!(*symbol, format!("oeq_execute_{name}"));
+            assert!(include_str!("../../build.rs").contains(&format!("\"{name}\"")), "{name}");
+        }
+    }
+}
