@@ -94,10 +94,15 @@ OEQ_EXPORT const OeqFfiHandlerTable* oeq_ffi_handler_table(void);
 /* The table in the layout asked for: 2 (an OeqFfiHandlerTableV2) or 3 (an OeqFfiHandlerTable); NULL for others. */
 OEQ_EXPORT const void* oeq_ffi_handler_table_for(uint32_t abi_version);
 
+/* The same for a platform, "CUDA" or "Host" (in the spellings of oeq_register_ffi): stage functions differ between
+ * platforms. The functions above answer the table for CUDA. */
+OEQ_EXPORT const void* oeq_ffi_handler_table_on(uint32_t abi_version, const char* platform);
+
 /* ---- Registration ----------------------------------------------------------------------------------------------- */
 
 /* Registers every target, with its state type, in the XLA that api belongs to. platform is "CUDA" (also "cuda",
- * "gpu"). Doing it again is not an error. RegisterFFi is the name that existing connectors look up; it returns 0 on
+ * "gpu") or "Host" (also "host", "cpu"), where kernels are compiled with the system's C++ compiler and run on the CPU;
+ * UNIMPLEMENTED for "Host" when the library was built without it. Doing it again is not an error. RegisterFFi is the name that existing connectors look up; it returns 0 on
  * success and the status otherwise. */
 OEQ_EXPORT OeqStatus oeq_register_ffi(const struct XLA_FFI_Api* api, const char* platform);
 OEQ_EXPORT int RegisterFFi(const struct XLA_FFI_Api* api, const char* platform);
@@ -157,7 +162,7 @@ OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_forward(struct XLA_FFI_CallFrame
 /* ---- Configuration and statistics --------------------------------------------------------------------------------- */
 
 /* Sets one option before the library's first use of it. Keys are those of the OEQ_* environment variables, lower case
- * and without the prefix ("compile_threads", "nvrtc"); a value set here wins over the environment. FAILED_PRECONDITION
+ * and without the prefix ("compile_threads", "nvrtc", "cxx"); a value set here wins over the environment. FAILED_PRECONDITION
  * once the option is in use. */
 OEQ_EXPORT OeqStatus oeq_configure(const char* key, const char* value);
 

@@ -237,24 +237,33 @@ unsafe impl Send for Tables {}
 // SAFETY: as above.
 unsafe impl Sync for Tables {}
 
-fn tables() -> Result<&'static Tables> {
-    static TABLES: OnceLock<Result<Tables>> = OnceLock::new();
-    TABLES
+/// The tables of a platform. Each has handlers of its own; types are the same.
+fn tables(platform: Platform) -> Result<&'static Tables> {
+    static CUDA: OnceLock<Result<Tables>> = OnceLock::new();
+    static HOST: OnceLock<Result<Tables>> = OnceLock::new();
+    let tables = match platform {
+        Platform::Cuda => &CUDA,
+        Platform::Host => &HOST,
+    };
+    tables
         .get_or_init(|| {
             let table = registry::table()?;
             let address = |stage: Option<ffi::Handler>| stage.map_or(ptr::null_mut(), |stage| stage as *mut c_void);
-            let handlers: Vec<FfiHandler> = table
+            let handlers = table
                 .entries
                 .iter()
-                .map(|entry| FfiHandler {
-                    name: entry.c_name.as_ptr(),
-                    instantiate: address(entry.descriptor.bundle.instantiate),
-                    prepare: address(entry.descriptor.bundle.prepare),
-                    initialize: address(entry.descriptor.bundle.initialize),
-                    execute: address(entry.descriptor.bundle.execute),
-                    traits: entry.descriptor.traits,
+                .map(|entry| {
+                    let bundle = entry.descriptor.bundle_on(platform)?;
+                    Ok(FfiHandler {
+                        name: entry.c_name.as_ptr(),
+                        instantiate: address(bundle.instantiate),
+                        prepare: address(bundle.prepare),
+                        initialize: address(bundle.initialize),
+                        execute: address(bundle.execute),
+                        traits: entry.descriptor.traits,
+                    })
                 })
-                .collect();
+                .collect::<Result<Vec<FfiHandler>>>()?;
             let handler_count = u32::try_from(handlers.len()).map_err(|_| Error::internal("too many targets"))?;
             let handlers = Vec::leak(handlers).as_ptr();
             let types: &[FfiType] = Vec::leak(vec![FfiType {
@@ -280,20 +289,34 @@ fn tables() -> Result<&'static Tables> {
 /// The handler table in its newest layout, or null.
 #[unsafe(no_mangle)]
 pub extern "C" fn oeq_ffi_handler_table() -> *const FfiHandlerTable3 {
-    value(|| Ok(&raw const tables()?.layout3))
+    value(|| Ok(&raw const tables(Platform::Cuda)?.layout3))
 }
 
 /// The handler table in the layout asked for, or null.
 #[unsafe(no_mangle)]
 pub extern "C" fn oeq_ffi_handler_table_for(abi_version: u32) -> *const c_void {
-    value(|| match abi_version {
-        2 => Ok((&raw const tables()?.layout2).cast()),
-        3 => Ok((&raw const tables()?.layout3).cast()),
+    value(|| table_in(abi_version, Platform::Cuda))
+}
+
+/// The handler table of a platform in the layout asked for, or null.
+///
+/// # Safety
+/// `platform` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_ffi_handler_table_on(abi_version: u32, platform: *const c_char) -> *const c_void {
+    // SAFETY: by this function's contract.
+    value(|| table_in(abi_version, Platform::parse(unsafe { text(platform, "platform") }?)?))
+}
+
+fn table_in(abi_version: u32, platform: Platform) -> Result<*const c_void> {
+    match abi_version {
+        2 => Ok((&raw const tables(platform)?.layout2).cast()),
+        3 => Ok((&raw const tables(platform)?.layout3).cast()),
         other => Err(Error::new(
             Code::Unimplemented,
             format!("handler table layout {other} does not exist; this library has 2 and {FFI_ABI_VERSION}"),
         )),
-    })
+    }
 }
 
 /// Registers every target in an XLA.

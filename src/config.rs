@@ -10,8 +10,8 @@ use etcetera::BaseStrategy as _;
 use crate::compile::{Target, pool, store};
 use crate::error::{Error, Result};
 
-/// The most compile threads that may be asked for.
-const MAX_COMPILE_THREADS: usize = 1024;
+/// The most threads that may be asked for.
+const MAX_THREADS: usize = 1024;
 
 /// How a payload is cut for the compiler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -44,12 +44,18 @@ pub struct Config {
     pub bundle: Option<String>,
     /// `OEQ_ARCH`: targets with a suffix, for example `sm_90a,sm_100f`, to compile for on the devices that can run them.
     pub arch: Vec<Target>,
+    /// `OEQ_CXX`: the C++ compiler of the host platform, a path or a name in `PATH`. Default: search.
+    pub cxx: Option<PathBuf>,
+    /// `OEQ_HOST_THREADS`: the most threads that work on one call of the host platform, XLA's own included. Default: as
+    /// for `OEQ_COMPILE_THREADS`.
+    pub host_threads: usize,
 }
 
 impl Default for Config {
     fn default() -> Self {
+        let threads = pool::default_workers();
         Self {
-            compile_threads: pool::default_workers(),
+            compile_threads: threads,
             nvrtc: None,
             compile_units: CompileUnits::default(),
             keep_bytes: 512 << 20,
@@ -58,13 +64,26 @@ impl Default for Config {
             store_bytes: store::DEFAULT_BYTES,
             bundle: None,
             arch: Vec::new(),
+            cxx: None,
+            host_threads: threads,
         }
     }
 }
 
 /// The options' keys; the environment variable of a key is `OEQ_` and the key in upper case.
-pub const KEYS: [&str; 9] =
-    ["compile_threads", "nvrtc", "compile_units", "keep_bytes", "store", "store_dir", "store_bytes", "bundle", "arch"];
+pub const KEYS: [&str; 11] = [
+    "compile_threads",
+    "nvrtc",
+    "compile_units",
+    "keep_bytes",
+    "store",
+    "store_dir",
+    "store_bytes",
+    "bundle",
+    "arch",
+    "cxx",
+    "host_threads",
+];
 
 impl Config {
     /// The defaults with the environment's values.
@@ -93,13 +112,7 @@ impl Config {
     /// An unknown key, or a value that cannot be.
     pub fn set(&mut self, key: &str, value: &str) -> Result<()> {
         match key {
-            "compile_threads" => {
-                self.compile_threads = value
-                    .parse()
-                    .ok()
-                    .filter(|threads| (1..=MAX_COMPILE_THREADS).contains(threads))
-                    .ok_or_else(|| bad(key, value, &format!("a number from 1 to {MAX_COMPILE_THREADS}")))?;
-            }
+            "compile_threads" => self.compile_threads = threads(key, value)?,
             "nvrtc" => self.nvrtc = Some(PathBuf::from(value)),
             "compile_units" => {
                 self.compile_units = match value {
@@ -127,6 +140,8 @@ impl Config {
             }
             "bundle" => self.bundle = Some(value.to_owned()),
             "arch" => self.arch = value.split(',').map(|target| target.trim().parse()).collect::<Result<_>>()?,
+            "cxx" => self.cxx = Some(PathBuf::from(value)),
+            "host_threads" => self.host_threads = threads(key, value)?,
             _ => {
                 return Err(Error::invalid(format!("unknown option `{key}`; the options are {}", KEYS.join(", "))));
             }
@@ -149,6 +164,11 @@ fn bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok().filter(|number| *number > 0)?.checked_mul(factor)
 }
 
+fn threads(key: &str, value: &str) -> Result<usize> {
+    let number = value.parse().ok().filter(|threads| (1..=MAX_THREADS).contains(threads));
+    number.ok_or_else(|| bad(key, value, &format!("a number from 1 to {MAX_THREADS}")))
+}
+
 fn bad(key: &str, value: &str, allowed: &str) -> Error {
     Error::invalid(format!("option `{key}` is `{value}`; expected {allowed}"))
 }
@@ -165,6 +185,7 @@ mod tests {
         for (key, value, allowed) in [
             ("compile_threads", "0", "1 to 1024"),
             ("compile_threads", "many", "1 to 1024"),
+            ("host_threads", "0", "1 to 1024"),
             ("compile_units", "halves", "`split` or `whole`"),
             ("keep_bytes", "-1", "a number of bytes"),
             ("store", "maybe", "`on` or `off`"),

@@ -122,6 +122,32 @@ impl Runtime {
         }
     }
 
+    /// The process's runtime for the host platform: records, compiler and device of its own, and the options, compile
+    /// threads and counters of [`Runtime::global`].
+    ///
+    /// # Errors
+    /// See [`Runtime::global`].
+    #[cfg(feature = "host")]
+    #[inline]
+    pub fn host() -> Result<&'static Self> {
+        static HOST: OnceLock<Result<Runtime>> = OnceLock::new();
+        HOST.get_or_init(|| {
+            let shared = Self::global()?;
+            let config = shared.config.clone();
+            let interner = Interner::new(config.keep_bytes, Arc::clone(&shared.pool));
+            Ok(Self {
+                driver: Box::new(crate::driver::host::Host::new(config.host_threads)),
+                compiler: Arc::new(crate::compile::host::HostCompiler::new(config.cxx.clone())),
+                config,
+                pool: Arc::clone(&shared.pool),
+                counters: Arc::clone(&shared.counters),
+                interner,
+            })
+        })
+        .as_ref()
+        .map_err(Clone::clone)
+    }
+
     /// Makes `runtime` the process's.
     ///
     /// # Errors

@@ -9,6 +9,8 @@ pub mod architecture;
 pub mod bundle;
 pub mod codec;
 mod exit;
+#[cfg(feature = "host")]
+pub mod host;
 pub mod images;
 pub mod key;
 pub mod nvrtc;
@@ -61,6 +63,14 @@ pub trait Compiler: Send + Sync {
     /// Which compiler it is, if it was opened already.
     fn identified(&self) -> Option<CompilerIdentity> {
         None
+    }
+
+    /// Whether a program could be compiled here at all. A compiler that may still turn up says yes.
+    ///
+    /// # Errors
+    /// No compiler; the text says how to get one.
+    fn available(&self) -> Result<()> {
+        Ok(())
     }
 }
 
