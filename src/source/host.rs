@@ -3,8 +3,11 @@
 //!
 //! - `extern __shared__ T name[];` has no counterpart in C++ and becomes a pointer to the block's memory.
 //! - On a GPU the lanes of a warp run in step at every statement, on the host only at barriers. Some payloads lean on the
-//!   former: lanes read an array in one order and then write it in another, with no barrier between, and no lane's write
-//!   can overtake another's read because both are single instructions of the whole warp. There a barrier is put in.
+//!   former, and there a barrier is put in. Lanes read an array in one order and then write it in another, with no barrier
+//!   between: no lane's write overtakes another's read when both are single instructions of the whole warp. And a kernel
+//!   that works in several passes, each a block at the level of the function, puts the next one's data where lanes still
+//!   take the last one's results from. And what a device function leaves in shared memory is taken up in another order
+//!   right after the call.
 
 use super::{Lexer, Token, TokenKind};
 use crate::error::{Error, Result};
@@ -23,6 +26,8 @@ pub fn for_host(source: &str) -> Result<String> {
     let mut edits = Vec::new();
     text.shared_memory(&mut edits)?;
     text.barriers(&mut edits);
+    text.passes(&mut edits);
+    text.calls(&mut edits);
     edits.sort_by_key(|edit| edit.start);
 
     let mut translated = String::with_capacity(source.len() + 64 * edits.len());
@@ -179,6 +184,57 @@ impl<'a> Text<'a> {
         }
     }
 
+    /// Looks for blocks that follow each other in a function's body.
+    fn passes(&self, edits: &mut Vec<Edit>) {
+        let mut depth = 0_usize;
+        for (at, token) in self.tokens.iter().enumerate() {
+            match token.kind {
+                TokenKind::Punct(b'{') => depth += 1,
+                TokenKind::Punct(b'}') => {
+                    depth = depth.saturating_sub(1);
+                    if depth == 1 && self.token(at + 1) == Some("{") {
+                        edits.push(Edit { start: token.end, end: token.end, text: " __syncwarp();".to_owned() });
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Looks for statements that call a device function of the source and are not followed by a barrier already.
+    fn calls(&self, edits: &mut Vec<Edit>) {
+        let functions: Vec<&str> = (0..self.tokens.len())
+            .filter(|at| self.token(*at) == Some("__device__"))
+            .filter_map(|at| (at..self.tokens.len()).find(|at| self.is_word(*at) && self.token(at + 1) == Some("(")))
+            .filter_map(|at| self.token(at))
+            .collect();
+        let mut depth = 0_usize;
+        for (at, token) in self.tokens.iter().enumerate() {
+            match token.kind {
+                TokenKind::Punct(b'{') => depth += 1,
+                TokenKind::Punct(b'}') => depth = depth.saturating_sub(1),
+                TokenKind::Word if depth > 0 && self.token(at).is_some_and(|name| functions.contains(&name)) => {
+                    let open = if self.token(at + 1) == Some("<") {
+                        self.closing(at + 1, "<", ">").map(|close| close + 1)
+                    } else {
+                        Some(at + 1)
+                    };
+                    let close = open
+                        .filter(|open| self.token(*open) == Some("("))
+                        .and_then(|open| self.closing(open, "(", ")"))
+                        .filter(|close| self.token(close + 1) == Some(";"));
+                    if let Some(close) = close {
+                        if !matches!(self.token(close + 2), Some("__syncwarp" | "else")) {
+                            let end = self.tokens[close + 1].end;
+                            edits.push(Edit { start: end, end, text: " __syncwarp();".to_owned() });
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
     /// The arrays that the statements between two tokens read and assign to, without those of the lane itself. Adding to
     /// an element is neither: every lane adds to its own.
     fn block(&self, first: usize, end: usize, own: &[&str]) -> Block<'a> {
@@ -257,6 +313,24 @@ mod tests {
         for barrier in ["__syncwarp();", "x = __shfl_down_sync(FULL_MASK, x, 1);"] {
             assert_eq!(for_host(&program(barrier)).unwrap(), program(barrier));
         }
+    }
+
+    #[test]
+    fn passes_wait_for_each_other() {
+        let program = "__global__ void f() { { a(); if (x) { b(); } { c(); } } { d(); }\n {} } void g() {}";
+        let expected = "__global__ void f() { { a(); if (x) { b(); } { c(); } } __syncwarp(); { d(); } __syncwarp();\n {} } void g() {}";
+        assert_eq!(for_host(program).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_a_device_function_did_is_done_by_all_lanes() {
+        let program = |after: &str| {
+            format!(
+                "template<int N> __device__ __forceinline__ void add(float* c) {{ c[0] += N; }}\n\
+                 __device__ int get(int n) {{ return n; }} __global__ void f() {{ add<24>(c);{after} g(get(1)); add<1>(c); __syncwarp(); }}"
+            )
+        };
+        assert_eq!(for_host(&program("")).unwrap(), program(" __syncwarp();"));
     }
 
     #[test]
