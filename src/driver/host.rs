@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use smallvec::SmallVec;
 
-use super::{Driver, Function, FunctionSpec, KernelCall, Module, Stream, Zero};
+use super::{Driver, Function, FunctionSpec, Module, Stream, Work};
 use crate::compile::host::{PrivateFolder, REGION, STACK, STACKS};
 use crate::compile::{Architecture, Image, Pool};
 use crate::error::{Code, Error, Result};
@@ -255,33 +255,36 @@ impl Driver for Host {
         Ok(Box::new(LoadedLibrary { functions: found, _library: library }))
     }
 
-    unsafe fn enqueue(&self, _ordinal: u32, _stream: Stream, zeros: &[Zero], calls: &[KernelCall<'_>]) -> Result<()> {
-        for zero in zeros {
+    unsafe fn enqueue(&self, _ordinal: u32, _stream: Stream, work: &Work<'_>) -> Result<()> {
+        for zero in work.zeros {
             let bytes = usize::try_from(zero.bytes).unwrap_or(usize::MAX);
             // SAFETY: the caller vouches for addresses, which are the host's own here.
             unsafe { ptr::write_bytes(zero.address as *mut u8, 0, bytes) };
         }
-        for call in calls {
+        for (launch, function) in work.launches.iter().zip(work.functions) {
+            let words = &work.words[launch.words.clone()];
+            let parameters: SmallVec<[*mut c_void; 16]> =
+                launch.parameters.iter().map(|first| words[usize::from(*first)..].as_ptr().cast_mut().cast()).collect();
             let grid = Arc::new(Grid {
                 // SAFETY: the function came from `load`, which looked it up as one of this type.
-                run: unsafe { std::mem::transmute::<usize, RunBlock>(call.function.0) },
-                parameters: call.parameters.as_ptr(),
-                blocks: call.blocks,
-                threads: call.threads,
-                shared_bytes: call.shared_bytes,
+                run: unsafe { std::mem::transmute::<usize, RunBlock>(function.0) },
+                parameters: parameters.as_ptr(),
+                blocks: launch.blocks,
+                threads: launch.threads,
+                shared_bytes: launch.shared_bytes,
                 next: AtomicU32::new(0),
                 places: Arc::clone(&self.places),
                 team: Mutex::default(),
                 left: Condvar::new(),
             });
-            for _ in 1..self.threads.min(call.blocks as usize) {
+            for _ in 1..self.threads.min(launch.blocks as usize) {
                 let grid = Arc::clone(&grid);
                 // A thread that cannot be had is not needed.
                 drop(self.team.submit(0, Box::new(move || grid.help())));
             }
             let outcome = grid.work();
             grid.close();
-            outcome.map_err(|error| error.context(format_args!("running `{}`", call.entry)))?;
+            outcome.map_err(|error| error.context(format_args!("running `{}`", launch.entry)))?;
         }
         Ok(())
     }
