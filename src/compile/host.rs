@@ -46,7 +46,7 @@ const MAX_LOG_BYTES: u64 = 64 << 10;
 #[must_use]
 pub fn options(extra: &[String]) -> Vec<String> {
     // Frames are bounded because stacks are; no strict aliasing, because kernels read shared memory under several types.
-    let mut options: Vec<String> = ["-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-fvisibility=hidden"]
+    let mut options: Vec<String> = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"]
         .into_iter()
         .chain(["-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=fast"])
         .map(str::to_owned)

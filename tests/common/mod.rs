@@ -531,6 +531,11 @@ impl Site {
         })
     }
 
+    /// Calls a stage function, whichever it is.
+    pub fn call(&mut self, handler: Option<ffi::Handler>, show_tensors: bool) -> Answer {
+        self.stage(0, handler, show_tensors)
+    }
+
     pub fn instantiate(&mut self, target: &str, show_tensors: bool) -> Answer {
         self.stage(ffi::stage::INSTANTIATE, bundle(target).instantiate, show_tensors)
     }
