@@ -64,6 +64,8 @@ struct Warp {
     // What lanes hand each other in a shuffle. Two sets in turn: a lane may begin the next shuffle while another still
     // reads from this one, but it cannot get to the one after that.
     unsigned turn[LANES];
+    // Lanes that have come to the reduction that is under way.
+    unsigned arrived;
     unsigned long long slots[2][LANES];
 #ifdef OEQ_HOST_UCONTEXT
     ucontext_t caller;
@@ -159,6 +161,7 @@ static void run(void* region, void (*body)(void**), void** parameters, unsigned 
     w->body = body;
     w->parameters = parameters;
     w->shared = shared;
+    w->arrived = 0;
     for (unsigned first = 0; first < threads; first += LANES) {
         const unsigned width = threads - first < LANES ? threads - first : LANES;
         w->first = first;
@@ -214,6 +217,31 @@ static inline __attribute__((always_inline)) T shuffle_down(T value, unsigned di
     barrier();
     if (self + distance < warp()->width) __builtin_memcpy(&value, &warp()->slots[turn][self + distance], sizeof(T));
     return value;
+}
+
+// What is left in `value` by the loop
+//     for (int offset = 16; offset > 0; offset /= 2) value += shuffle_down(value, offset);
+// to the last bit and for every lane, at the price of one barrier: the lane that comes last does the additions of all.
+template <typename T>
+static inline __attribute__((always_inline)) T sum_down(T value) {
+    static_assert(sizeof(T) <= sizeof(unsigned long long), "a shuffled value fits in a slot");
+    Warp* const w = warp();
+    const unsigned self = w->current;
+    const unsigned turn = w->turn[self];
+    w->turn[self] = turn ^ 1;
+    T* const values = (T*)w->slots[turn];
+    values[self] = value;
+    if (++w->arrived == w->alive) {
+        w->arrived = 0;
+        for (unsigned offset = LANES / 2; offset > 0; offset /= 2) {
+            // A lane's neighbour has a higher number, so upwards all are read before they change.
+            const unsigned inside = w->width > offset ? w->width - offset : 0;
+            for (unsigned i = 0; i < inside; i++) values[i] += values[i + offset];
+            for (unsigned i = inside; i < w->width; i++) values[i] += values[i];
+        }
+    }
+    barrier();
+    return ((T*)warp()->slots[turn])[self];
 }
 
 template <typename T, typename Bits>

@@ -2,6 +2,7 @@
 //! `kernels/host/oeq_host.h`.
 //!
 //! - `extern __shared__ T name[];` has no counterpart in C++ and becomes a pointer to the block's memory.
+//! - A sum over the warp, written as a loop of shuffles, becomes one call: it is what kernels spend most barriers on.
 //! - On a GPU the lanes of a warp run in step at every statement, on the host only at barriers. Some payloads lean on the
 //!   former, and there a barrier is put in. Lanes read an array in one order and then write it in another, with no barrier
 //!   between: no lane's write overtakes another's read when both are single instructions of the whole warp. And a kernel
@@ -25,6 +26,7 @@ pub fn for_host(source: &str) -> Result<String> {
     let text = Text { source, tokens: &tokens };
     let mut edits = Vec::new();
     text.shared_memory(&mut edits)?;
+    text.sums(&mut edits);
     text.barriers(&mut edits);
     text.passes(&mut edits);
     text.calls(&mut edits);
@@ -33,6 +35,10 @@ pub fn for_host(source: &str) -> Result<String> {
     let mut translated = String::with_capacity(source.len() + 64 * edits.len());
     let mut at = 0;
     for edit in edits {
+        // Inside what was replaced already.
+        if edit.start < at {
+            continue;
+        }
         translated.push_str(&source[at..edit.start]);
         translated.push_str(&edit.text);
         at = edit.end;
@@ -135,6 +141,36 @@ impl<'a> Text<'a> {
             at = end;
         }
         Ok(())
+    }
+
+    /// Looks for `for(int offset = 16; offset > 0; offset /= 2) { x += __shfl_down_sync(mask, x, offset); }`.
+    fn sums(&self, edits: &mut Vec<Edit>) {
+        const CALL: [&str; 4] = ["+", "=", "__shfl_down_sync", "("];
+        for at in 0..self.tokens.len() {
+            let Some(offset) = self.token(at + 3).filter(|_| self.matches(at, &["for", "(", "int"])) else { continue };
+            let head = ["=", "16", ";", offset, ">", "0", ";", offset, "/", "=", "2", ")", "{"];
+            if !self.matches(at + 4, &head) {
+                continue;
+            }
+            let open = at + 3 + head.len();
+            let Some(end) = self.closing(open, "{", "}") else { continue };
+            let Some(call) = (open + 1..end).find(|at| self.matches(*at, &CALL)) else { continue };
+            // The mask, and after it the value as it stands before the call.
+            let value: Vec<&str> = (open + 1..call).filter_map(|at| self.token(at)).collect();
+            let mut tail = vec![","];
+            tail.extend_from_slice(&value);
+            tail.extend_from_slice(&[",", offset, ")", ";", "}"]);
+            let mask = call + CALL.len();
+            if value.is_empty() || !self.matches(mask + 1, &tail) || mask + tail.len() != end {
+                continue;
+            }
+            let value = &self.source[self.tokens[open + 1].start..self.tokens[call - 1].end];
+            edits.push(Edit {
+                start: self.tokens[at].start,
+                end: self.tokens[end].end,
+                text: format!("{value} = oeq_host::sum_down({value});"),
+            });
+        }
     }
 
     /// Names declared as `type name[number];`: arrays that each lane has for itself.
@@ -300,6 +336,23 @@ mod tests {
                 error.message().contains("line 2") && error.message().contains("__shared__ type name[]"),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn a_sum_over_the_warp_becomes_one_call() {
+        let head = "for (int o = 16; o > 0; o /= 2)";
+        let sum = format!("{head} {{ l2[j + 1] += __shfl_down_sync(FULL_MASK, l2[j + 1], o); }} done();");
+        assert_eq!(for_host(&sum).unwrap(), "l2[j + 1] = oeq_host::sum_down(l2[j + 1]); done();");
+        for other in [
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, y, o); }}"),
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, x, 1); }}"),
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, x, o) * 2; }}"),
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, x, o); n++; }}"),
+            format!("{head} {{ x = __shfl_down_sync(FULL_MASK, x, o); }}"),
+            "for (int o = 8; o > 0; o /= 2) { x += __shfl_down_sync(FULL_MASK, x, o); }".to_owned(),
+        ] {
+            assert_eq!(for_host(&other).unwrap(), other);
         }
     }
 
