@@ -110,6 +110,18 @@ impl Descriptor {
         }
     }
 
+    /// Its execute function on a platform for hosts that register no other stage.
+    ///
+    /// # Errors
+    /// See [`Self::bundle_on`].
+    pub fn stateless_on(&self, platform: Platform) -> Result<ffi::Handler> {
+        match platform {
+            Platform::Cuda => Ok(self.stateless),
+            // There a call without state is the same function's.
+            Platform::Host => self.bundle_on(platform)?.execute.ok_or_else(|| Error::internal("no execute stage")),
+        }
+    }
+
     /// Names of the stages that it has.
     pub fn stages(&self) -> impl Iterator<Item = &'static str> + use<> {
         let bundle = self.bundle;
