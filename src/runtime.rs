@@ -135,9 +135,10 @@ impl Runtime {
             let shared = Self::global()?;
             let config = shared.config.clone();
             let interner = Interner::new(config.keep_bytes, Arc::clone(&shared.pool));
+            let compiler = Arc::new(crate::compile::host::HostCompiler::new(config.cxx.clone()));
             Ok(Self {
                 driver: Box::new(crate::driver::host::Host::new(config.host_threads)),
-                compiler: Arc::new(crate::compile::host::HostCompiler::new(config.cxx.clone())),
+                images: Arc::new(Images::new(&config, compiler, Arc::clone(&shared.counters))),
                 config,
                 pool: Arc::clone(&shared.pool),
                 counters: Arc::clone(&shared.counters),
