@@ -134,15 +134,15 @@ impl Runtime {
         HOST.get_or_init(|| {
             let shared = Self::global()?;
             let config = shared.config.clone();
-            let counters = Arc::clone(&shared.counters);
+            let interner = Interner::new(config.keep_bytes, Arc::clone(&shared.pool));
             let compiler = Arc::new(crate::compile::host::HostCompiler::new(config.cxx.clone()));
             Ok(Self {
                 driver: Box::new(crate::driver::host::Host::new(config.host_threads)),
-                images: Arc::new(Images::new(&config, compiler, Arc::clone(&counters))),
-                interner: Interner::new(config.keep_bytes, Arc::clone(&shared.pool)),
-                pool: Arc::clone(&shared.pool),
-                counters,
+                images: Arc::new(Images::new(&config, compiler, Arc::clone(&shared.counters))),
                 config,
+                pool: Arc::clone(&shared.pool),
+                counters: Arc::clone(&shared.counters),
+                interner,
             })
         })
         .as_ref()

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Every test that needs no GPU. Sets up what they need under target/ first.
 #
-# usage: tests/run.sh [STEP ...]      (all steps by default: rust python host older link variants hosts cut ptx calls)
+# usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link variants hosts host cut ptx calls)
 #   rust     cargo test with all features, against real payloads, models, NVRTC and jaxlib headers
 #   python   pytest: unmodified OpenEquivariance and jax with our module
-#   host     real payloads on the CPU: numbers against the definition, threads, forces, errors
 #   older    the module and the handlers' lives again, in older releases of jax
 #   link     C and C++ programs linked against the static and the shared library
 #   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
 #   hosts    real PJRT plugins, and hosts without Python
+#   host     kernels on the CPU: numbers of every kind of kernel, and a whole model in CPU plugins
 #   cut      machine code of entry points compiled alone equals that of the whole program
 #   ptx      the PTX in kernels/ is what its source gives
 #   calls    instructions of warm calls, beside the recorded ones (where valgrind is installed)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 steps=("$@")
-[ $# -gt 0 ] || steps=(rust python host older link variants hosts cut ptx calls)
+[ $# -gt 0 ] || steps=(rust python older link variants hosts host cut ptx calls)
 need cargo "install Rust 1.85 or newer"
 need cc "a C compiler builds the test programs"
 cd "$ROOT"
@@ -75,6 +75,17 @@ older() {
   done
 }
 
+host_platform() {
+  local plugins host=$BUILD/debug/examples/native_host
+  "$PYTHON" -m pytest -q -p no:cacheprovider tests/host || return
+  # A whole model without Python, in every CPU plugin.
+  OEQ_PYTHON=$PYTHON tests/hosts/plugins.sh >"$BUILD/host-plugins" || return
+  mapfile -t plugins < <(awk '$2 == "cpu" { print $3 }' "$BUILD/host-plugins")
+  cargo build --quiet --example native_host || return
+  PYTHONPATH=$ROOT/ffi-headers/python:$CACHE/openequivariance-$(requirements openequivariance.txt | sed -n '1s/.*==//p') \
+    "$PYTHON" tests/host/model.py "$BUILD/host-models" "$host" "${plugins[@]}"
+}
+
 ptx() {
   install_requirements ptx.txt --no-deps --upgrade --target "$CACHE/nvrtc12"
   "$PYTHON" kernels/make_ptx.py "$CACHE/nvrtc12/nvidia/cuda_nvrtc/lib/libnvrtc.so.12" --check
@@ -87,11 +98,11 @@ calls() {
 
 step rust cargo test --all-features --no-fail-fast
 step python "$PYTHON" -m pytest -q -p no:cacheprovider tests/python
-step host "$PYTHON" -m pytest -q -p no:cacheprovider tests/host
 step older older
 step link tests/link/run.sh
 step variants tests/link/variants.sh
 step hosts env OEQ_TEST_PYTHON="$PYTHON" tests/hosts/run.sh
+step host host_platform
 step cut machine_code
 step ptx ptx
 step calls calls

@@ -15,7 +15,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
-use super::{Architecture, Compiler, Image, Program, exit};
+use super::{Architecture, Compiler, CompilerIdentity, Image, Program, exit};
 use crate::error::{Code, Error, Result};
 use crate::source::host::for_host;
 use crate::sync::lock;
@@ -64,12 +64,30 @@ pub fn options(extra: &[String]) -> Vec<String> {
     options
 }
 
+/// What an image depends on besides the payload and the compiler's version, for those who store images: the processor's
+/// kind, the options and the header.
+pub(crate) fn dependencies() -> impl Iterator<Item = String> {
+    [std::env::consts::ARCH.to_owned(), HEADER.to_owned()].into_iter().chain(options(&[]))
+}
+
 /// A C++ compiler that answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Found {
     path: PathBuf,
     /// The first line of what it says about itself.
     version: String,
+}
+
+impl Found {
+    fn identity(&self) -> CompilerIdentity {
+        // What every compiler ends the line or a word of it with: `12.2.0`.
+        let number = |word: &str| {
+            let mut parts = word.split('.').map(str::parse);
+            Some((parts.next()?.ok()?, parts.next()?.ok()?))
+        };
+        let version = self.version.split_whitespace().rev().find_map(number).unwrap_or_default();
+        CompilerIdentity { version, library: fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone()) }
+    }
 }
 
 /// The system's C++ compiler, found when it is first needed. That none was found is not remembered.
@@ -285,5 +303,19 @@ impl Compiler for HostCompiler {
 
     fn available(&self) -> Result<()> {
         self.compiler().map(|_| ())
+    }
+
+    fn search(&self) -> Option<String> {
+        Some(format!("C++ {:?} {:?}", self.explicit, std::env::var_os("PATH").unwrap_or_default()))
+    }
+
+    fn identify(&self) -> Result<CompilerIdentity> {
+        self.compiler().map(|found| found.identity())
+    }
+
+    fn identified(&self) -> Option<CompilerIdentity> {
+        // Not worth waiting for whoever is looking for it.
+        let found = self.found.try_lock().ok()?;
+        found.as_ref().map(Found::identity)
     }
 }

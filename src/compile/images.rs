@@ -130,6 +130,14 @@ impl Images {
         self.store.as_ref()
     }
 
+    /// Whether what is neither in the store nor in a bundle could be compiled.
+    ///
+    /// # Errors
+    /// See [`Compiler::available`].
+    pub fn compiler_available(&self) -> Result<()> {
+        self.compiler.available()
+    }
+
     /// Uses a bundle from now on, after those that came before.
     pub fn add_bundle(&self, bundle: Arc<Bundle>) {
         self.added.write().unwrap_or_else(PoisonError::into_inner).push(bundle);

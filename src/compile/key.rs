@@ -8,6 +8,7 @@ use std::fmt;
 
 use sha2::{Digest as _, Sha256};
 
+use super::Architecture;
 use super::nvrtc::options;
 use super::target::Target;
 use crate::error::{Error, Result};
@@ -48,6 +49,11 @@ impl Key {
             part(entry.as_bytes());
         }
         part(target.to_string().as_bytes());
+        if target.base == Architecture::HOST {
+            #[cfg(feature = "host")]
+            super::host::dependencies().for_each(|dependency| part(dependency.as_bytes()));
+            return Self(hash.finalize().into());
+        }
         for option in options(target.base, &target.options()) {
             part(option.as_bytes());
         }

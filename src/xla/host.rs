@@ -32,9 +32,12 @@ pub unsafe extern "C" fn execute<T: Target>(frame: *mut ffi::CallFrame) -> *mut 
 
 fn instantiate_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
     let runtime = Runtime::host()?;
-    // Told here rather than by every execute: the model cannot run on this machine as it is.
-    runtime.images.available()?;
-    instantiate_in::<T>(runtime, frame)
+    instantiate_in::<T>(runtime, frame, |state| match runtime.images.compiler_available() {
+        Ok(()) => Ok(()),
+        // What is in the store or in a bundle is soon found there. What is not cannot run on this machine as it is, and
+        // that is told here rather than by every execute.
+        Err(_) => state.prepare(runtime, 0, true),
+    })
 }
 
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {

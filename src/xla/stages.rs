@@ -133,11 +133,15 @@ unsafe fn answer_metadata(metadata: *mut ffi::Metadata, target: &str, stage: &st
 }
 
 fn instantiate_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    instantiate_in::<T>(Runtime::global()?, frame)
+    instantiate_in::<T>(Runtime::global()?, frame, |_| Ok(()))
 }
 
-/// Instantiate on a platform's runtime.
-pub(super) fn instantiate_in<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<()> {
+/// Instantiate on a platform's runtime. `ready` has the last word before XLA gets the state.
+pub(super) fn instantiate_in<T: Target>(
+    runtime: &Runtime,
+    frame: &Frame<'_>,
+    ready: impl FnOnce(&CallState) -> Result<()>,
+) -> Result<()> {
     let state = Box::new(state_of::<T>(runtime, frame)?);
     // On CPU XLA shows no tensors here, on GPU it does.
     if !frame.operands().is_empty() || !frame.results().is_empty() {
@@ -145,6 +149,7 @@ pub(super) fn instantiate_in<T: Target>(runtime: &Runtime, frame: &Frame<'_>) ->
         state.check(&operands, &results)?;
     }
     runtime.schedule(state.record(), state.order())?;
+    ready(&state)?;
     let api = frame.api();
     let id = types::id_in(api)?;
     let raw = Box::into_raw(state);

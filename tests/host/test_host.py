@@ -50,6 +50,7 @@ def run(program, **environment):
     folders = (ROOT / "ffi-headers" / "python", SOURCES / f"openequivariance-{VERSION}", ROOT / "tests" / "host")
     settings = {
         "OEQ_NOTORCH": "1",
+        "OEQ_STORE": "off",
         "OEQ_DEVICE": "H200",
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
@@ -187,6 +188,20 @@ print(failure(lambda: call.lower(*operands).compile() and None))
     assert "tp_forward, instantiate" in printed and "apt install g++" in printed and "OEQ_CXX" in printed, printed
     for name in [explicit] if explicit else ["c++", "g++", "clang++"]:
         assert name in printed, printed
+
+
+def test_what_was_compiled_once_is_found_again_with_and_without_a_compiler(tmp_path):
+    program = (
+        PREPARE
+        + """
+c = case("conv_det_uvu_narrow_f64")
+call, operands = program(c)
+print(c.error("L3", np.asarray(call(*operands)[0]), c.expected(0, *c.inputs())["L3"]), module.stats()["compiled"])
+"""
+    )
+    for explicit, compiled in ((None, "1"), (None, "0"), ("/nowhere/c++", "0")):
+        printed = run(program, OEQ_STORE="on", OEQ_STORE_DIR=str(tmp_path / "store"), OEQ_CXX=explicit).split()
+        assert float(printed[0]) < 8e-15 and printed[1] == compiled, printed
 
 
 def test_a_program_that_does_not_compile_shows_the_compilers_log_to_everybody():
