@@ -35,13 +35,15 @@ check() { # DESCRIPTION PROGRAM [EXPECTED]
 
 for compiler in "$cxx" clang++; do
   command -v "$compiler" >/dev/null || { skip "$compiler is not installed"; continue; }
-  for options in "-flto" "-flto -Wl,--gc-sections" "-flto -Wl,--whole-archive"; do
+  optimise=-flto
+  [ "$compiler" = clang++ ] && optimise="-flto -fuse-ld=lld"
+  for options in "" "-Wl,--gc-sections" "$optimise" "$optimise -Wl,--gc-sections" "$optimise -Wl,--whole-archive"; do
     tail_options=
     [ "${options%whole-archive}" != "$options" ] && tail_options=-Wl,--no-whole-archive
     # shellcheck disable=SC2086 # lists of options
     "$compiler" "${warnings[@]}" -O2 tests/link/table.cpp $options "$archive" $tail_options $system -o "$out/table" ||
       fail "$compiler $options"
-    check "$compiler $options" "$out/table"
+    check "$compiler ${options:-plain}" "$out/table"
   done
 done
 
