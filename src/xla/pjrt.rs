@@ -367,10 +367,12 @@ impl Plugin {
         let custom_call = self
             .custom_call_function()
             .ok_or_else(|| missing("has no GPU custom call extension (it is not for GPUs)"))?;
+        let mut api = self.ffi_api().ok();
         let mut known = register::registering();
-        self.register_type();
-        let mut api = None;
-        let targets = register::all_targets(&mut known, self.raw as usize, platform, |target| {
+        if api.is_none() {
+            self.register_type();
+        }
+        let targets = register::all_targets(&mut known, self.identity(api), platform, |target| {
             verified(target, &mut api, || {
                 let mut args = CustomCallArgs {
                     struct_size: size_of::<CustomCallArgs>(),
@@ -393,9 +395,9 @@ impl Plugin {
         if self.register_handler_function().is_none() {
             return Err(missing("has no FFI extension that registers handlers (those before jaxlib 0.7 have not)"));
         }
+        let mut api = self.ffi_api().ok();
         let mut known = register::registering();
-        let mut api = None;
-        let targets = register::all_targets(&mut known, self.raw as usize, platform, |target| {
+        let targets = register::all_targets(&mut known, self.identity(api), platform, |target| {
             let offer = || self.offer(target.name, platform, target.stateless, target.traits);
             let (outcome, noted) = register::noted(target.name, offer);
             api = api.or(noted.api);
@@ -411,13 +413,16 @@ impl Plugin {
         Report { door, platform, api_minor: api.map(Api::minor), targets }
     }
 
-    /// Registers the state type where the plugin takes it without the api table: up to jaxlib 0.8.0. Later ones want more
-    /// arguments, but they carry their api in the metadata call, and the type is registered there. Only for an early
-    /// start: a type that is not known yet when the first stage runs is registered then.
+    /// What an XLA is known by, through whatever door: its api table where the plugin shows it.
+    fn identity(self, api: Option<Api>) -> usize {
+        api.map_or(self.raw as usize, |api| api.address() as usize)
+    }
+
+    /// Registers the state type in a plugin that does not show its api: one of jaxlib 0.8.0 or before. Later ones want more
+    /// arguments here, but their metadata calls carry the api, and the type is registered then. This is only for an early
+    /// start: a type that is not known when the first stage runs is registered there.
     fn register_type(self) {
-        let Some(register) = self.type_register_function().filter(|_| self.register_handler_shows_no_api()) else {
-            return;
-        };
+        let Some(register) = self.type_register_function() else { return };
         let name = types::name().to_bytes();
         let mut args = TypeRegisterArgs {
             struct_size: size_of::<TypeRegisterArgs>(),
@@ -431,11 +436,6 @@ impl Plugin {
             Ok(()) => types::remember(ffi::TypeId { type_id: args.type_id }),
             Err(error) => log::debug!("oeq-native: state type left to the first call: {error}"),
         }
-    }
-
-    /// Whether the plugin is of the time before metadata calls carried the api.
-    fn register_handler_shows_no_api(self) -> bool {
-        self.ffi_api().is_err_and(|error| error.code() == Code::Unimplemented)
     }
 }
 
