@@ -1,6 +1,6 @@
 //! The C surface, as `ffi-headers/oeq.h` tells it.
 //!
-//! Every function runs inside [`boundary`] or [`value`]: a failure or a panic becomes a status and a text for the calling
+//! Every function runs inside `boundary` or `value`: a failure or a panic becomes a status and a text for the calling
 //! thread. Outputs are written only on success, and required pointers are checked for null.
 
 use std::cell::RefCell;

@@ -1,4 +1,4 @@
-//! From source to machine code: what is compiled together ([`unit`]), by what ([`nvrtc`]), on which threads ([`pool`]).
+//! From source to machine code: what is compiled together ([`mod@unit`]), by what ([`nvrtc`]), on which threads ([`pool`]).
 //!
 //! An [`Artifact`] is the one compilation of one unit for one architecture, shared by everybody who wants it: those who
 //! come while it runs wait for it, those who come later find it done, and if it fails all of them get the compiler's log.

@@ -6,7 +6,7 @@
 //! | door | how | from |
 //! | --- | --- | --- |
 //! | [`Door::Api`] | learn the FFI api, then register through it | jaxlib 0.8.1 |
-//! | [`Door::GpuExtension`] | extension 0 takes four stages; the type goes through extension 5 | jaxlib 0.4.31, CUDA only |
+//! | [`Door::GpuExtension`] | extension 0 takes four stages | jaxlib 0.4.31, CUDA only |
 //! | [`Door::ExecuteOnly`] | extension 5 takes one function; it runs without state | jaxlib 0.7 |
 //!
 //! The api is learned like this: XLA asks a new handler for its metadata with a frame that carries the api table. A
@@ -24,7 +24,6 @@ use super::api::Api;
 use super::ffi;
 use super::frame::metadata_of;
 use super::register::{self, Door, Outcome, Platform, Report};
-use super::types;
 use crate::error::{Code, Error, Result};
 use crate::registry::Descriptor;
 use crate::sync::lock;
@@ -96,7 +95,7 @@ type Function<Args> = Option<unsafe extern "C" fn(*mut Args) -> *mut c_void>;
 #[repr(C)]
 struct FfiExtension {
     base: Extension,
-    type_register: Function<TypeRegisterArgs>,
+    type_register: *const c_void,
     user_data_add: *const c_void,
     /// From jaxlib 0.7.
     register_handler: Function<RegisterHandlerArgs>,
@@ -111,16 +110,6 @@ struct RegisterHandlerArgs {
     platform_name: *const c_char,
     platform_name_size: usize,
     traits: u32,
-}
-
-#[repr(C)]
-struct TypeRegisterArgs {
-    struct_size: usize,
-    extension_start: *mut Extension,
-    type_name: *const c_char,
-    type_name_size: usize,
-    /// In and out: 0 asks for a new id.
-    type_id: i64,
 }
 
 #[repr(C)]
@@ -233,12 +222,6 @@ impl Plugin {
         // SAFETY: the extension is of this kind and its size covers the slot.
         self.extension(EXTENSION_GPU_CUSTOM_CALL, needed)
             .and_then(|e| unsafe { (*e.cast::<GpuExtension>()).custom_call })
-    }
-
-    fn type_register_function(self) -> Function<TypeRegisterArgs> {
-        let needed = offset_of!(FfiExtension, type_register) + size_of::<usize>();
-        // SAFETY: the extension is of this kind and its size covers the slot.
-        self.extension(EXTENSION_FFI, needed).and_then(|e| unsafe { (*e.cast::<FfiExtension>()).type_register })
     }
 
     /// Takes over an answer of the plugin: null is success, anything else becomes an [`Error`] and is destroyed.
@@ -369,9 +352,6 @@ impl Plugin {
             .ok_or_else(|| missing("has no GPU custom call extension (it is not for GPUs)"))?;
         let mut api = self.ffi_api().ok();
         let mut known = register::registering();
-        if api.is_none() {
-            self.register_type();
-        }
         let targets = register::all_targets(&mut known, self.identity(api), platform, |target| {
             verified(target, &mut api, || {
                 let mut args = CustomCallArgs {
@@ -416,26 +396,6 @@ impl Plugin {
     /// What an XLA is known by, through whatever door: its api table where the plugin shows it.
     fn identity(self, api: Option<Api>) -> usize {
         api.map_or(self.raw as usize, |api| api.address() as usize)
-    }
-
-    /// Registers the state type in a plugin that does not show its api: one of jaxlib 0.8.0 or before. Later ones want more
-    /// arguments here, but their metadata calls carry the api, and the type is registered then. This is only for an early
-    /// start: a type that is not known when the first stage runs is registered there.
-    fn register_type(self) {
-        let Some(register) = self.type_register_function() else { return };
-        let name = types::name().to_bytes();
-        let mut args = TypeRegisterArgs {
-            struct_size: size_of::<TypeRegisterArgs>(),
-            extension_start: ptr::null_mut(),
-            type_name: name.as_ptr().cast(),
-            type_name_size: name.len(),
-            type_id: 0,
-        };
-        // SAFETY: the plugin's own function with the arguments of its version; it copies the name.
-        match self.consume(unsafe { register(&raw mut args) }) {
-            Ok(()) => types::remember(ffi::TypeId { type_id: args.type_id }),
-            Err(error) => log::debug!("oeq-native: state type left to the first call: {error}"),
-        }
     }
 }
 

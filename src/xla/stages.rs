@@ -1,7 +1,7 @@
 //! The stage functions that XLA calls, one set per target.
 //!
 //! Each is an `extern "C"` function monomorphised from a [`Target`], so there is no user data and no table to search. Each
-//! body runs inside [`guard`], which answers metadata calls, turns errors into XLA's and lets no panic out.
+//! body runs inside `guard`, which answers metadata calls, turns errors into XLA's and lets no panic out.
 //!
 //! | stage | does | never |
 //! | --- | --- | --- |
@@ -11,8 +11,8 @@
 //!
 //! There is no prepare: nothing needs one, and XLA would call it before every run.
 //!
-//! A handler that was registered without instantiate has no state. It then interns from its attributes at every call;
-//! [`super::stateless`] has execute functions for hosts that know that they do this.
+//! A handler that was registered without instantiate has no state. Execute then goes by its attributes, see
+//! [`super::stateless`].
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -161,35 +161,21 @@ fn initialize_call(frame: &Frame<'_>) -> Result<()> {
 }
 
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    let call = call(frame)?;
     // SAFETY: the state is used within this call only.
-    let site = (unsafe { site_state(frame) })?;
-    let stateless;
-    let state = if let Some(site) = site {
-        site
-    } else {
-        stateless = state_of::<T>(call.runtime, frame)?;
-        &stateless
-    };
+    let Some(state) = (unsafe { site_state(frame) })? else { return super::stateless::execute_call::<T>(frame) };
     // SAFETY: the state is this call site's.
-    unsafe { execute_state(&call, frame, state) }
+    unsafe { execute_state(&call(frame)?, frame, state) }
 }
 
 /// What an execute call runs on.
 pub(super) struct Call<'a> {
     pub(super) runtime: &'a Runtime,
-    stream: Stream,
     ordinal: u32,
 }
 
 #[inline]
 pub(super) fn call(frame: &Frame<'_>) -> Result<Call<'static>> {
-    let runtime = Runtime::global()?;
-    let stream = match frame.api().stream(frame.context()) {
-        Ok(stream) => Stream(stream),
-        Err(error) => return Err(no_stream(runtime, &error)),
-    };
-    Ok(Call { runtime, stream, ordinal: ordinal(frame)? })
+    Ok(Call { runtime: Runtime::global()?, ordinal: ordinal(frame)? })
 }
 
 /// Runs a call of a known state.
@@ -204,9 +190,14 @@ pub(super) unsafe fn execute_state(call: &Call<'_>, frame: &Frame<'_>, state: &C
         let (operands, results) = views(frame)?;
         state.check(&operands, &results)?
     };
+    // After the check, because a wrong tensor is wrong with and without a GPU.
+    let stream = match frame.api().stream(frame.context()) {
+        Ok(stream) => Stream(stream),
+        Err(error) => return Err(no_stream(call.runtime, &error)),
+    };
     // SAFETY: XLA's stream, ordinal and buffers belong together, and by this function's contract the prepared call is of
     // this frame's tensors.
-    unsafe { state.execute(call.runtime, call.ordinal, call.stream, prepared, &addresses(frame)) }
+    unsafe { state.execute(call.runtime, call.ordinal, stream, prepared, &addresses(frame)) }
 }
 
 /// Why there is no stream: usually because there is no GPU, which is the more useful thing to say.

@@ -51,7 +51,8 @@ pub unsafe extern "C" fn execute<T: Target>(frame: *mut ffi::CallFrame) -> *mut 
     unsafe { stages::guard(frame, T::NAME, "execute", execute_call::<T>) }
 }
 
-fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
+/// Runs a call that has nothing but its frame.
+pub(super) fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
     let call = stages::call(frame)?;
     let Some((kernel, order)) = key::<T>(frame) else { return anew::<T>(&call, frame).map(|_| ()) };
     let outcome = CALLS.try_with(|calls| {

@@ -34,11 +34,6 @@ impl TypeIdCell {
     pub fn address(&self) -> *mut ffi::TypeId {
         self.0.get()
     }
-
-    fn value(&self) -> i64 {
-        // SAFETY: one aligned word that is only written during registration.
-        unsafe { ptr::read_volatile(&raw const (*self.0.get()).type_id) }
-    }
 }
 
 /// Where the host's id goes.
@@ -118,36 +113,10 @@ fn register(api: Api) -> Result<ffi::TypeId> {
     Ok(id)
 }
 
-/// Ids that plugins gave to the type before their api was known.
-static REMEMBERED: Mutex<Vec<ffi::TypeId>> = Mutex::new(Vec::new());
-
-/// Takes note of an id under which the type was registered in an XLA whose api is not known yet.
-pub(super) fn remember(id: ffi::TypeId) {
-    let mut remembered = lock(&REMEMBERED);
-    if !remembered.contains(&id) {
-        remembered.push(id);
-    }
-}
-
+/// Registers the type under a name of our own, not the table's: a host may register what the table offers before or after
+/// the targets, and XLA refuses a name that it has already with any id but the same.
 fn ask(api: Api) -> Result<ffi::TypeId> {
-    let name = name().to_string_lossy();
     let mut id = ffi::TypeId { type_id: 0 };
-    let first = api.register_type(&name, &mut id, &TYPE_INFO);
-    if first.is_ok() {
-        return Ok(id);
-    }
-    // Whoever registered the name did it from our table and left the id there; saying the same id again is agreed to.
-    let mut candidates = lock(&REMEMBERED).clone();
-    candidates.push(ffi::TypeId { type_id: TABLE_TYPE_ID.value() });
-    for mut id in candidates {
-        if id.type_id != 0 && api.register_type(&name, &mut id, &TYPE_INFO).is_ok() {
-            return Ok(id);
-        }
-    }
-    // The table's id has been overwritten by a second XLA since. Another name is as good.
-    let mut id = ffi::TypeId { type_id: 0 };
-    match api.register_type(&format!("{name}.{:p}", api.address()), &mut id, &TYPE_INFO) {
-        Ok(()) => Ok(id),
-        Err(_) => first.map(|()| id),
-    }
+    api.register_type(&format!("{}.own", name().to_string_lossy()), &mut id, &TYPE_INFO)?;
+    Ok(id)
 }

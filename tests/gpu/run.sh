@@ -12,6 +12,7 @@
 #   numerics   the targets through jax.ffi and second derivatives, ours against upstream
 #   capture    many calls with and without XLA's command buffers
 #   graphs     first calls inside captures in every mode, captures beside loading, threads without a context
+#   rate       calls per second of 1 to 16 threads, ours and upstream
 #   threads    eight threads with executables of their own
 #   sanitizer  compute-sanitizer on a tiny run of each target, where it is installed
 #   suite      OpenEquivariance's own JAX tests on both modules
@@ -37,7 +38,7 @@ begin=$SECONDS work=$(mktemp -d) failed=()
 out=${OUT:-$work} && mkdir -p "$out"
 full=$out/gpu-run.log && : >"$full"
 parts=("$@")
-[[ $# -gt 0 ]] || parts=(smoke cold dispatch poison numerics capture graphs threads sanitizer zero suite)
+[[ $# -gt 0 ]] || parts=(smoke cold dispatch poison numerics capture graphs threads rate sanitizer zero suite)
 wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 first() { for p in "$@"; do [[ -e $p ]] && { echo "$p"; return; }; done; echo "$1"; }
 
@@ -188,6 +189,14 @@ if wants graphs; then
   timeout -k 5 150 "$PYTHON" "$here/graphs.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" unload >>"$work/graphs.log" 2>&1
   echo "$((rc + $?)) $((SECONDS - t))" >"$work/graphs.rc"
   tail -n 20 "$work/graphs.log"
+fi
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+if wants rate; then
+  t=$SECONDS
+  timeout -k 5 100 "$PYTHON" "$here/thread_rate.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" $([[ $have_upstream ]] && ls "$OEQ_UPSTREAM"/*.so) >"$work/rate.log" 2>&1
+  echo "$? $((SECONDS - t))" >"$work/rate.rc"
+  tail -n 8 "$work/rate.log"
 fi
 
 # ---- the zeroing kernel ------------------------------------------------------------------------------------------

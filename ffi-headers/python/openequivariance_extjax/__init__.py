@@ -4,8 +4,8 @@ OpenEquivariance imports a module of this name for its handlers and for the prop
 kernels for. This one has no compiled part of its own: it opens the shared library of oeq-native and reads the C surface
 that ffi-headers/oeq.h describes. Put the folder above this file on PYTHONPATH in place of the other extension.
 
-The library is looked for at OEQ_NATIVE_LIBRARY, else beside this file, else where cargo builds it in the repository that
-this file lies in. It stays open until the process ends: XLA keeps the addresses that registrations() hands out.
+The library is looked for at OEQ_NATIVE_LIBRARY, else beside this file, else where cargo builds it in the repository
+that this file lies in. It stays open until the process ends: XLA keeps the addresses that registrations() hands out.
 
 Set OEQ_DEVICE ("H200", or "sm_90,MULTIPROCESSORS,SHARED_BYTES") to export models on a machine without a GPU.
 """
@@ -99,7 +99,9 @@ def _open() -> ctypes.CDLL:
     path = next((candidate for candidate in candidates if candidate.exists()), None)
     if path is None:
         looked = ", ".join(map(str, candidates))
-        raise ImportError(f"oeq-native's library was not found (looked at {looked}); set {_LIBRARY_VARIABLE} to its path")
+        raise ImportError(
+            f"oeq-native's library was not found (looked at {looked}); set {_LIBRARY_VARIABLE} to its path"
+        )
     try:
         # ctypes never closes a library, which is what the addresses given to XLA need.
         library = ctypes.CDLL(str(path))

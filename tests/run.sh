@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Every test that needs no GPU. Sets up what they need under target/ first.
+#
+# usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link variants hosts cut ptx calls)
+#   rust     cargo test with all features, against real payloads, models, NVRTC and jaxlib headers
+#   python   pytest: unmodified OpenEquivariance and jax with our module
+#   older    the module and the handlers' lives again, in older releases of jax
+#   link     C and C++ programs linked against the static and the shared library
+#   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
+#   hosts    real PJRT plugins, and hosts without Python
+#   cut      machine code of entry points compiled alone equals that of the whole program
+#   ptx      the PTX in kernels/ is what its source gives
+#   calls    instructions of warm calls, beside the recorded ones (where valgrind is installed)
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+steps=("$@")
+[ $# -gt 0 ] || steps=(rust python older link variants hosts cut ptx calls)
+need cargo "install Rust 1.85 or newer"
+need cc "a C compiler builds the test programs"
+cd "$ROOT"
+
+setup_openequivariance
+export OEQ_NOTORCH=1 OEQ_DEVICE=H200 JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE=1
+OEQ_TEST_NVRTC=$(nvrtc_path)
+export OEQ_TEST_NVRTC OEQ_TEST_ABI=$CACHE/abi OEQ_TEST_OPENEQUIVARIANCE=$CACHE
+export OEQ_TEST_PAYLOADS=$CACHE/payloads OEQ_TEST_MODELS=$CACHE/models
+# Tests that speak of a missing driver or compiler mean the machine, not what somebody has set.
+unset OEQ_NVRTC OEQ_COMPILE_THREADS
+
+"$ROOT/tests/abi/fetch.sh"
+
+say "building (debug)"
+quietly cargo build --all-features
+export OEQ_NATIVE_LIBRARY=$BUILD/debug/liboeq_native.so
+
+# Made anew each time: whatever made them may have changed, and it takes seconds.
+say "making payloads and models"
+rm -rf "$OEQ_TEST_PAYLOADS" "$OEQ_TEST_MODELS"
+oeq_environment
+quietly "$PYTHON" tests/python/make_payloads.py "$OEQ_TEST_PAYLOADS"
+quietly "$PYTHON" tests/python/make_models.py "$OEQ_TEST_MODELS" all
+for version in $(requirements openequivariance.txt | sed '1d; s/.*==//'); do
+  oeq_environment "$version"
+  # The payloads of later versions than 0.5.3 differ in nothing that matters to a reader.
+  case $version in 0.5.[0-3]) quietly "$PYTHON" tests/python/make_payloads.py "$OEQ_TEST_PAYLOADS" ;; esac
+  quietly "$PYTHON" tests/python/make_models.py "$OEQ_TEST_MODELS"
+done
+unset PYTHONPATH
+quietly "$PYTHON" tests/python/make_forms.py "$OEQ_TEST_MODELS"
+
+summary=() failed=0
+step() {
+  local name=$1 began=$SECONDS outcome=passed
+  shift
+  [[ " ${steps[*]} " == *" $name "* ]] || return 0
+  say "$name: $*"
+  "$@" || { outcome=FAILED failed=1; }
+  summary+=("$(printf '%-8s %s in %d s' "$name" "$outcome" $((SECONDS - began)))")
+}
+
+machine_code() {
+  cargo build --quiet --example cut_source &&
+    "$PYTHON" tests/machine_code.py --nvrtc "$OEQ_TEST_NVRTC" --cut "$BUILD/debug/examples/cut_source" \
+      "$OEQ_TEST_PAYLOADS"/{conv_det_f32,conv_uvu_i64,tp_uvw_f64}.json
+}
+
+older() {
+  local version
+  for version in $(requirements older-jax.txt | sed 's/.*==//'); do
+    setup_older_jax "$version"
+    "$(older_python "$version")" -m pytest -q -p no:cacheprovider tests/python/test_lifecycle.py tests/python/test_module.py || return
+  done
+}
+
+ptx() {
+  install_requirements ptx.txt --no-deps --upgrade --target "$CACHE/nvrtc12"
+  "$PYTHON" kernels/make_ptx.py "$CACHE/nvrtc12/nvidia/cuda_nvrtc/lib/libnvrtc.so.12" --check
+}
+
+calls() {
+  command -v valgrind >/dev/null || { echo "valgrind is not installed: instructions are not counted"; return 0; }
+  benches/instructions.sh
+}
+
+step rust cargo test --all-features --no-fail-fast
+step python "$PYTHON" -m pytest -q -p no:cacheprovider tests/python
+step older older
+step link tests/link/run.sh
+step variants tests/link/variants.sh
+step hosts env OEQ_TEST_PYTHON="$PYTHON" tests/hosts/run.sh
+step cut machine_code
+step ptx ptx
+step calls calls
+
+say summary
+printf '%s\n' "${summary[@]}"
+exit $failed
