@@ -33,7 +33,7 @@ ok "all targets through every door of $(wc -l <"$out/plugins") plugins, twice, f
 
 library=$target/$folder/liboeq_native.so
 host=$target/$folder/examples/native_host
-"$cxx" -std=c++17 -O1 -Wall -Wextra -Wpedantic -Wno-invalid-offsetof -Werror -Iffi-headers examples/native_host.cpp "$library" \
+"$cxx" -std=c++17 -O1 -Wall -Wextra -Wpedantic -Werror -Iffi-headers examples/native_host.cpp "$library" \
   -Wl,-rpath,"$target/$folder" -ldl -o "$out/native_host_cpp"
 "$cxx" -std=c++17 -O1 -Wall -Wextra -Wno-invalid-offsetof -Wno-cast-function-type -Werror tests/hosts/connector.cpp -ldl -o "$out/connector"
 ln -s "$library" "$out/libjcn_ffi_openequivariance.so"
