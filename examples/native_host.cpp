@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -296,7 +295,7 @@ void Run(int argc, char** argv) {
   for (size_t i = 0; i < results.size(); ++i) {
     Type type{};
     type.object = results[i];
-    Call(kElementType, type, offsetof(Type, kind) + sizeof type.kind);
+    Call(kElementType, type, sizeof(Head) + sizeof type.object + sizeof type.kind);
     Array shape{};
     shape.object = results[i];
     Call(kDimensions, shape);

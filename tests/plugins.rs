@@ -174,6 +174,9 @@ fn one(door: u32, platform: &str, path: &str) {
             assert_ne!(unsafe { capi::oeq_register_pjrt(raw, platform_name.as_ptr()) }, 0);
         } else {
             assert_eq!(unsafe { capi::oeq_register_pjrt(raw, platform_name.as_ptr()) }, 0);
+            // Another door leads to the same XLA.
+            let again = plugin.register(platform).unwrap();
+            assert!(all(&again, &Outcome::AlreadyThere), "{again:?}");
         }
         wrong_version(api);
     }

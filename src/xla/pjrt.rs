@@ -6,7 +6,7 @@
 //! | door | how | from |
 //! | --- | --- | --- |
 //! | [`Door::Api`] | learn the FFI api, then register through it | jaxlib 0.8.1 |
-//! | [`Door::GpuExtension`] | extension 0 takes four stages; the type goes through extension 5 | jaxlib 0.4.31, CUDA only |
+//! | [`Door::GpuExtension`] | extension 0 takes four stages | jaxlib 0.4.31, CUDA only |
 //! | [`Door::ExecuteOnly`] | extension 5 takes one function; it runs without state | jaxlib 0.7 |
 //!
 //! The api is learned like this: XLA asks a new handler for its metadata with a frame that carries the api table. A
@@ -350,9 +350,9 @@ impl Plugin {
         let custom_call = self
             .custom_call_function()
             .ok_or_else(|| missing("has no GPU custom call extension (it is not for GPUs)"))?;
+        let mut api = self.ffi_api().ok();
         let mut known = register::registering();
-        let mut api = None;
-        let targets = register::all_targets(&mut known, self.raw as usize, platform, |target| {
+        let targets = register::all_targets(&mut known, self.identity(api), platform, |target| {
             verified(target, &mut api, || {
                 let mut args = CustomCallArgs {
                     struct_size: size_of::<CustomCallArgs>(),
@@ -375,9 +375,9 @@ impl Plugin {
         if self.register_handler_function().is_none() {
             return Err(missing("has no FFI extension that registers handlers (those before jaxlib 0.7 have not)"));
         }
+        let mut api = self.ffi_api().ok();
         let mut known = register::registering();
-        let mut api = None;
-        let targets = register::all_targets(&mut known, self.raw as usize, platform, |target| {
+        let targets = register::all_targets(&mut known, self.identity(api), platform, |target| {
             let handler = target.stateless_on(platform)?;
             let offer = || self.offer(target.name, platform, handler, target.traits);
             let (outcome, noted) = register::noted(target.name, offer);
@@ -392,6 +392,11 @@ impl Plugin {
         let (major, minor) = self.version();
         log::debug!("oeq-native: {} targets tried in a PJRT {major}.{minor} plugin, {}", targets.len(), door.name());
         Report { door, platform, api_minor: api.map(Api::minor), targets }
+    }
+
+    /// What an XLA is known by, through whatever door: its api table where the plugin shows it.
+    fn identity(self, api: Option<Api>) -> usize {
+        api.map_or(self.raw as usize, |api| api.address() as usize)
     }
 }
 

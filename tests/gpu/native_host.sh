@@ -13,6 +13,7 @@
 #   PLUGIN              the CUDA plugin; by default the one of PYTHON's jax
 #   PYTHON              python3 with jax for CUDA and jinja2
 #   STEPS               steps to time (200)
+#   KINDS, BUFFERS      what to run ("atomic deterministic", "on off")
 #   OUT                 folder for the logs
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd) root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -29,6 +30,8 @@ export OEQ_NOTORCH=1 XLA_PYTHON_CLIENT_PREALLOCATE=false TF_CPP_MIN_LOG_LEVEL=2
 pythonpath=$root/ffi-headers/python:$package
 failed=0
 tell() { echo "$*" | tee -a "$out/native_host.log"; }
+# The last line of a log that tells of an error; else its last line.
+reason() { { grep -iE 'error' "$1" || tail -n 1 "$1"; } | tail -n 1 | cut -c1-300; }
 bad() { tell "RESULT FAILED: $1"; failed=$((failed + 1)); }
 
 site=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
@@ -60,15 +63,15 @@ in_host() {
   shift 4
   local found=$work/found log=$out/${label//[^a-z0-9]/_}.log
   rm -rf "$found" && mkdir "$found"
-  if ! (cd "$found" && XLA_FLAGS="$flags $data" timeout 150 "$@") >"$log" 2>&1; then
-    bad "$label: $(tail -n 1 "$log")"
+  if ! (cd "$found" && XLA_FLAGS="$flags${data:+ $data}" timeout 150 "$@") >"$log" 2>&1; then
+    bad "$label: $(reason "$log")"
     return
   fi
   grep -E '^(opened|registered|client|compiled|first step)' "$log" >>"$out/native_host.log"
   compare "$label" "$expected" "$found" "$tolerance" "$log"
 }
 
-for kind in atomic deterministic; do
+for kind in ${KINDS:-atomic deterministic}; do
   model=$work/$kind tolerance=1e-6 options=() exact=
   if [[ $kind == deterministic ]]; then
     # Bits are only equal if XLA's own scatters and its choice of matrix products are, too.
@@ -76,17 +79,17 @@ for kind in atomic deterministic; do
   fi
   if ! OEQ_DEVICE=${OEQ_DEVICE:-} JAX_PLATFORMS=cpu PYTHONPATH=$pythonpath timeout 200 "$PYTHON" "$root/examples/export_model.py" "$model" \
     "${options[@]}" >"$out/export_$kind.log" 2>&1; then
-    bad "$kind: not exported: $(tail -n 1 "$out/export_$kind.log")"
+    bad "$kind: not exported: $(reason "$out/export_$kind.log")"
     continue
   fi
   mapfile -t inputs < <("$PYTHON" -c 'import json, sys
 for entry in json.load(open(sys.argv[1] + "/manifest.json"))["inputs"]: print(sys.argv[1] + "/inputs/" + entry["name"] + ".npy")' "$model")
-  for buffers in on off; do
+  for buffers in ${BUFFERS:-on off}; do
     flags=$exact
-    [[ $buffers == off ]] && flags="$exact --xla_gpu_enable_command_buffer="
+    [[ $buffers == off ]] && flags="$exact${exact:+ }--xla_gpu_enable_command_buffer="
     expected=$work/expected_${kind}_$buffers log=$out/jax_${kind}_$buffers.log
     if ! XLA_FLAGS=$flags PYTHONPATH=$pythonpath timeout 200 "$PYTHON" "$here/native_host.py" "$model" "$expected" "$steps" >"$log" 2>&1; then
-      bad "$kind, command buffers $buffers, jax: $(tail -n 1 "$log")"
+      bad "$kind, command buffers $buffers, jax: $(reason "$log")"
       continue
     fi
     tell "RESULT $kind, command buffers $buffers, jax: $(sed -n 's/^per step *//p' "$log")"

@@ -4,6 +4,7 @@
 // usage: connector PLUGIN.so LIBRARY.so
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -50,6 +51,7 @@ int main(int argc, char** argv) {
   static_cast<FfiExtension*>(extension)->register_handler(&args);
   if (ffi_api == nullptr) return Fail("the plugin does not show its FFI api");
 
+  const auto begun = std::chrono::steady_clock::now();
   void* library = dlopen(argv[2], RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return Fail(dlerror());
   using Register = int (*)(const void*, const char*);
@@ -57,6 +59,8 @@ int main(int argc, char** argv) {
   if (register_ffi == nullptr) return Fail(dlerror());
   const auto last_error = reinterpret_cast<const char* (*)()>(dlsym(library, "oeq_last_error"));
   if (register_ffi(ffi_api, "CUDA") != 0) return Fail(last_error());
+  const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begun;
+  std::printf("%.2f ms from dlopen to registered\n", time.count());
   if (register_ffi(ffi_api, "CUDA") != 0) return Fail("the second registration failed");
   if (register_ffi(ffi_api, "CUDDA") == 0) return Fail("a platform that does not exist was taken");
   // What was opened locally does not leak into the program's symbols.

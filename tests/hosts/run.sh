@@ -33,7 +33,7 @@ ok "all targets through every door of $(wc -l <"$out/plugins") plugins, twice, f
 
 library=$target/$folder/liboeq_native.so
 host=$target/$folder/examples/native_host
-"$cxx" -std=c++17 -O1 -Wall -Wextra -Wpedantic -Wno-invalid-offsetof -Werror -Iffi-headers examples/native_host.cpp "$library" \
+"$cxx" -std=c++17 -O1 -Wall -Wextra -Wpedantic -Werror -Iffi-headers examples/native_host.cpp "$library" \
   -Wl,-rpath,"$target/$folder" -ldl -o "$out/native_host_cpp"
 "$cxx" -std=c++17 -O1 -Wall -Wextra -Wno-invalid-offsetof -Wno-cast-function-type -Werror tests/hosts/connector.cpp -ldl -o "$out/connector"
 ln -s "$library" "$out/libjcn_ffi_openequivariance.so"
@@ -85,8 +85,9 @@ while read -r name platform plugin; do
     fi
   done
   pids=()
-  for _ in 1 2 3 4 5 6 7 8; do "$out/connector" "$plugin" "$out/libjcn_ffi_openequivariance.so" & pids+=($!); done
+  for _ in 1 2 3 4 5 6 7 8; do "$out/connector" "$plugin" "$out/libjcn_ffi_openequivariance.so" >>"$out/connectors" & pids+=($!); done
   for pid in "${pids[@]}"; do wait "$pid" || fail "$name: a connector"; done
-  ok "$name: eight processes open the library locally and register at once"
+  ok "$name: eight processes open the library locally and register at once: $(sort -n "$out/connectors" | head -n 1) at best"
+  rm "$out/connectors"
 done <"$out/plugins"
 echo "$passed passed, 0 failed"

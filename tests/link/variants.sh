@@ -2,7 +2,8 @@
 # Links beside run.sh's: link-time optimisation, the pre-linked object, a second Rust library, a crate that brings a target
 # of its own, the installed files through pkg-config and CMake, and the plain names of the shared library.
 #
-# Uses the release build if there is one (PROFILE=dev for the debug build). CMake is tested where it is installed.
+# Takes the release build, with PROFILE=dev the debug build; BUILD=0 takes it as it is. pkg-config, CMake and clang are
+# tested where they are installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -23,7 +24,9 @@ warnings=(-std=c++17 -Wall -Wextra -Wpedantic -Werror -Iffi-headers)
 names=(conv_backward conv_double_backward conv_forward oeq_convolution oeq_tensor_product tp_backward tp_double_backward tp_forward)
 printf '%s\n' "${names[@]}" >"$out/expected"
 
-./install.sh --prefix "$prefix" --profile "$profile" >/dev/null
+build_option=()
+[ "${BUILD:-1}" = 1 ] || build_option=(--no-build)
+./install.sh --prefix "$prefix" --profile "$profile" "${build_option[@]}" >/dev/null
 archive=$prefix/lib/liboeq_native.a
 object=$prefix/lib/oeq_native.o
 
@@ -35,13 +38,15 @@ check() { # DESCRIPTION PROGRAM [EXPECTED]
 
 for compiler in "$cxx" clang++; do
   command -v "$compiler" >/dev/null || { skip "$compiler is not installed"; continue; }
-  for options in "-flto" "-flto -Wl,--gc-sections" "-flto -Wl,--whole-archive"; do
+  optimise=-flto
+  [ "$compiler" = clang++ ] && optimise="-flto -fuse-ld=lld"
+  for options in "" "-Wl,--gc-sections" "$optimise" "$optimise -Wl,--gc-sections" "$optimise -Wl,--whole-archive"; do
     tail_options=
     [ "${options%whole-archive}" != "$options" ] && tail_options=-Wl,--no-whole-archive
     # shellcheck disable=SC2086 # lists of options
     "$compiler" "${warnings[@]}" -O2 tests/link/table.cpp $options "$archive" $tail_options $system -o "$out/table" ||
       fail "$compiler $options"
-    check "$compiler $options" "$out/table"
+    check "$compiler ${options:-plain}" "$out/table"
   done
 done
 
