@@ -16,6 +16,8 @@
 //! table that every registration reads.
 
 pub mod capi;
+#[cfg(feature = "cli")]
+pub mod cli;
 pub mod compile;
 pub mod config;
 pub mod driver;

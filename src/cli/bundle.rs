@@ -8,17 +8,17 @@ use std::time::Instant;
 use clap::Subcommand;
 use serde::Serialize;
 
-use oeq_native::compile::bundle::{Builder, Bundle};
-use oeq_native::compile::codec::Stored;
-use oeq_native::compile::images::label;
-use oeq_native::compile::key::digest;
-use oeq_native::compile::nvrtc::{Nvrtc, Program};
-use oeq_native::compile::pool::Pool;
-use oeq_native::compile::unit::Cut;
-use oeq_native::compile::{Key, Target};
-use oeq_native::config::CompileUnits;
-use oeq_native::error::{Error, Result};
-use oeq_native::model::Survey;
+use crate::compile::bundle::{Builder, Bundle};
+use crate::compile::codec::Stored;
+use crate::compile::images::label;
+use crate::compile::key::digest;
+use crate::compile::nvrtc::{Nvrtc, Program};
+use crate::compile::pool::Pool;
+use crate::compile::unit::Cut;
+use crate::compile::{Key, Target};
+use crate::config::CompileUnits;
+use crate::error::{Error, Result};
+use crate::model::Survey;
 
 use super::{File, Output, progress};
 
