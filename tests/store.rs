@@ -148,7 +148,7 @@ impl World {
             label: &label("tensor_product", &["forward"], sm_90()),
             queued: Instant::now(),
         };
-        self.images.obtain(&request, may_defer)
+        Some(self.images.obtain(&request, may_defer)?.map(|stored| stored.image))
     }
 
     fn get(&self, source: &str) -> Result<Image> {

@@ -85,7 +85,7 @@ fn compile_all(directory: &Path, nvrtc: PathBuf, target: Target) -> Stats {
                     label: &label("tensor_product", &["forward"], target),
                     queued,
                 };
-                images.obtain(&request, may_defer)
+                Some(images.obtain(&request, may_defer)?.map(|stored| stored.image))
             };
             Artifact::start_in_turns(&pool, 1, work, || ())
         })

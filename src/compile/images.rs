@@ -7,11 +7,10 @@
 //! remembered, NVRTC is opened to ask; and where there is none, whatever version made the stored image will do.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Instant;
 
 use super::bundle::{self, Bundle};
@@ -20,11 +19,10 @@ use super::key::Key;
 use super::progress::{Bell, Listener, Progress, Step};
 use super::store::{Hold, Locked, Store, Wanted};
 use super::target::Target;
-use super::{Compiler, Image, Program};
+use super::{Compiler, Program};
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::stats::{Counters, bump};
-use crate::sync::lock;
 
 /// A unit that is wanted.
 pub struct Request<'a> {
@@ -67,8 +65,6 @@ pub struct Images {
     /// Added by the program.
     added: RwLock<Vec<Arc<Bundle>>>,
     wanted: OnceLock<Wanted>,
-    /// Which compiler each image came from, for those who pass images on.
-    versions: Mutex<HashMap<Key, (u16, u16)>>,
     counters: Arc<Counters>,
     bell: Bell,
     total: AtomicU64,
@@ -116,7 +112,6 @@ impl Images {
             listed: OnceLock::new(),
             added: RwLock::default(),
             wanted: OnceLock::new(),
-            versions: Mutex::default(),
             counters,
             bell: Bell::default(),
             total: AtomicU64::new(0),
@@ -176,21 +171,12 @@ impl Images {
         self.compiler.available()
     }
 
-    /// The version of the compiler that made an image which came from here.
-    #[must_use]
-    pub fn version_of(&self, key: &Key) -> (u16, u16) {
-        lock(&self.versions).get(key).copied().unwrap_or_default()
-    }
-
     /// The image of a unit. `None` if another process is making it and the caller may do something else meanwhile
     /// (`may_defer`); then ask again.
-    pub fn obtain(&self, request: &Request<'_>, may_defer: bool) -> Option<Result<Image>> {
+    pub fn obtain(&self, request: &Request<'_>, may_defer: bool) -> Option<Result<Stored>> {
         let (outcome, step) = match self.find_or_make(request, may_defer) {
             Ok(None) => return None,
-            Ok(Some((stored, step))) => {
-                lock(&self.versions).insert(stored.key, stored.compiler);
-                (Ok(stored.image), step)
-            }
+            Ok(Some((stored, step))) => (Ok(stored), step),
             Err(error) => {
                 bump(&self.counters.failed);
                 (Err(error), Step::Failed)

@@ -211,7 +211,9 @@ impl Artifact {
                     }
                 }
             }
-            Err(job) => *lock(&self.state) = State::Unstarted(job),
+            Err(job) if first => *lock(&self.state) = State::Unstarted(job),
+            // Whoever runs the first turn runs the second: nobody else would come for it.
+            Err(job) => job(),
         }
     }
 
@@ -378,12 +380,15 @@ mod tests {
     fn who_steps_back_comes_after_the_others_and_before_them_if_awaited() {
         let order = Arc::new(Mutex::new(Vec::new()));
         let (open, gate) = std::sync::mpsc::channel::<()>();
+        let (tell, begun) = std::sync::mpsc::channel::<()>();
         let pool = Arc::new(Pool::new(1));
         // Holds the only worker until all the others are queued.
         let first = Artifact::start(&pool, 9, move || {
+            tell.send(()).map_err(|_| Error::internal("closed"))?;
             gate.recv().map_err(|_| Error::internal("closed"))?;
             Ok(image(0))
         });
+        begun.recv().unwrap();
         let stepping = |name: &'static str| {
             let order = Arc::clone(&order);
             let work = move |may_step_back: bool| {

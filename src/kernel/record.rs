@@ -64,6 +64,8 @@ pub struct Record {
     plan: KernelPlan,
     cut: Cut,
     artifacts: Mutex<Vec<(Architecture, UnitIndex, Arc<Artifact>)>>,
+    /// Which version of the compiler the images came from.
+    compilers: Mutex<Vec<(Key, (u16, u16))>>,
     modules: Mutex<Vec<(u32, UnitIndex, Slot)>>,
     launchers: [ArcSwap<ByOrdinal>; MAX_ORDERS],
     /// Call sites that use it.
@@ -87,6 +89,7 @@ impl Record {
             plan,
             cut,
             artifacts: Mutex::default(),
+            compilers: Mutex::default(),
             modules: Mutex::default(),
             launchers: std::array::from_fn(|_| ArcSwap::from_pointee(Vec::new())),
             uses: AtomicUsize::new(0),
@@ -233,7 +236,11 @@ impl Record {
             label,
             queued,
         };
-        images.obtain(&request, may_defer)
+        let outcome = images.obtain(&request, may_defer)?;
+        Some(outcome.map(|stored| {
+            lock(&self.compilers).push((stored.key, stored.compiler));
+            stored.image
+        }))
     }
 
     /// Everything of this kernel that was compiled, ready to be passed on. Waits for what is being compiled, and leaves out
@@ -244,7 +251,7 @@ impl Record {
             let image = artifact.wait(&runtime.pool).ok()?;
             let target = target::choose(&runtime.config.arch, architecture);
             let key = self.key(unit, target);
-            let compiler = runtime.images.version_of(&key);
+            let compiler = lock(&self.compilers).iter().rev().find(|(of, _)| *of == key)?.1;
             let family = self.family.name.to_owned();
             Some(Stored { key, family, target: target.to_string(), compiler, image: Image::clone(&image) })
         });

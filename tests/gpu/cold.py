@@ -157,7 +157,7 @@ def warm_store():
 def bundle():
     made = [path for path in (os.path.join(work, f"24-forces{kind}.oeqb") for kind in ("", ".exported")) if os.path.exists(path)]
     if not made:
-        made = [os.path.join(work, "k.oeqb")]
+        made = [os.path.join(work, "k.exported.oeqb")]
         one_by_one([Run("ours", 24, "forces", COLDSTART_EXPORT=made[0])])
     groups = [times(lambda: Run("ours", 24, "forces", OEQ_BUNDLE=path, OEQ_NVRTC="/nonesuch", OEQ_STORE="off"), 3) for path in made]
     for path, runs in zip(made, one_by_one(*groups)):

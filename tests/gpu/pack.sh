@@ -22,6 +22,11 @@ if [[ -e $lib ]]; then
 else
   echo "pack.sh: no $lib yet; run again when it is built" >&2
 fi
+# For cold.py, which tells the floor and makes bundles with it: cargo build --release --features cli.
+if [[ -e $(dirname "$lib")/oeq ]]; then
+  cp "$(dirname "$lib")/oeq" "$carry/oeq"
+  strip --strip-debug "$carry/oeq"
+fi
 host=${NATIVE_HOST:-$root/target/release/examples/native_host}
 if [[ -e $host ]]; then
   cp "$host" "$carry/native_host"
