@@ -94,10 +94,15 @@ OEQ_EXPORT const OeqFfiHandlerTable* oeq_ffi_handler_table(void);
 /* The table in the layout asked for: 2 (an OeqFfiHandlerTableV2) or 3 (an OeqFfiHandlerTable); NULL for others. */
 OEQ_EXPORT const void* oeq_ffi_handler_table_for(uint32_t abi_version);
 
+/* The same for a platform, "CUDA" or "Host" (in the spellings of oeq_register_ffi): stage functions differ between
+ * platforms. The functions above answer the table for CUDA. */
+OEQ_EXPORT const void* oeq_ffi_handler_table_on(uint32_t abi_version, const char* platform);
+
 /* ---- Registration ----------------------------------------------------------------------------------------------- */
 
 /* Registers every target, with its state type, in the XLA that api belongs to. platform is "CUDA" (also "cuda",
- * "gpu"). Doing it again is not an error. RegisterFFi is the name that existing connectors look up; it returns 0 on
+ * "gpu") or "Host" (also "host", "cpu"), where kernels are compiled with the system's C++ compiler and run on the CPU;
+ * UNIMPLEMENTED for "Host" when the library was built without it. Doing it again is not an error. RegisterFFi is the name that existing connectors look up; it returns 0 on
  * success and the status otherwise. */
 OEQ_EXPORT OeqStatus oeq_register_ffi(const struct XLA_FFI_Api* api, const char* platform);
 OEQ_EXPORT int RegisterFFi(const struct XLA_FFI_Api* api, const char* platform);
@@ -157,7 +162,7 @@ OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_forward(struct XLA_FFI_CallFrame
 /* ---- Configuration and statistics --------------------------------------------------------------------------------- */
 
 /* Sets one option before the library's first use of it. Keys are those of the OEQ_* environment variables, lower case
- * and without the prefix ("compile_threads", "nvrtc"); a value set here wins over the environment. FAILED_PRECONDITION
+ * and without the prefix ("compile_threads", "nvrtc", "cxx"); a value set here wins over the environment. FAILED_PRECONDITION
  * once the option is in use. */
 OEQ_EXPORT OeqStatus oeq_configure(const char* key, const char* value);
 
@@ -167,11 +172,62 @@ typedef struct OeqStats {
   uint64_t kernels_interned; /* distinct (family, payload) records made */
   uint64_t kernels_shared;   /* call sites that found their record already there */
   uint64_t compiled;         /* programs compiled */
-  uint64_t failed;           /* compilations that failed */
+  uint64_t failed;           /* units that could not be had */
   uint64_t loaded;           /* images loaded onto a device */
   uint64_t launches;         /* calls executed */
+  uint64_t store_hits;           /* units found in the store */
+  uint64_t store_misses;         /* units looked for in the store in vain */
+  uint64_t store_writes;         /* images written to the store */
+  uint64_t store_write_failures; /* images that could not be written to the store */
+  uint64_t store_damaged;        /* entries of the store that were damaged and moved aside */
+  uint64_t store_evictions;      /* entries removed because the store was full */
+  uint64_t store_waits;          /* units for which another process was waited for */
+  uint64_t bundle_hits;          /* units found in a bundle */
 } OeqStats;
 OEQ_EXPORT OeqStatus oeq_get_stats(OeqStats* stats);
+
+/* ---- Compiled kernels ------------------------------------------------------------------------------------------------ */
+
+/* Uses a bundle of compiled kernels (made by `oeq compile --out`, or by oeq_export_compiled) before the store and the
+ * compiler: with every kernel in it, neither NVRTC nor a writable disk is needed. Several add up; those of OEQ_BUNDLE come
+ * first. The bytes are copied. */
+OEQ_EXPORT OeqStatus oeq_load_bundle(const char* path);
+OEQ_EXPORT OeqStatus oeq_load_bundle_bytes(const uint8_t* bytes, size_t size);
+
+/* Every kernel that this process has compiled or loaded so far, as a bundle, for example to send it to other ranks. Waits
+ * for what is being compiled. Give the bytes back with oeq_free_bytes. */
+OEQ_EXPORT OeqStatus oeq_export_compiled(uint8_t** bytes, size_t* size);
+OEQ_EXPORT void oeq_free_bytes(uint8_t* bytes, size_t size);
+
+/* What happens to a unit (the part of a kernel that is compiled by itself). */
+#define OEQ_STEP_QUEUED 0      /* it waits for a thread */
+#define OEQ_STEP_COMPILING 1   /* the compiler has it */
+#define OEQ_STEP_ELSEWHERE 2   /* another process compiles it, and this one waits */
+#define OEQ_STEP_COMPILED 3    /* the compiler is done with it */
+#define OEQ_STEP_FROM_STORE 4  /* it was in the store */
+#define OEQ_STEP_FROM_BUNDLE 5 /* it was in a bundle */
+#define OEQ_STEP_FAILED 6      /* it could not be had */
+#define OEQ_STEP_AWAITED 7     /* a call still waits for it; told every ten seconds */
+
+typedef struct OeqProgress {
+  uint64_t struct_size; /* sizeof(OeqProgress) of the library */
+  const char* unit;     /* for example "convolution/forward for sm_90"; valid during the call */
+  int32_t step;         /* one of OEQ_STEP_* */
+  double seconds;       /* since the unit was queued */
+  uint64_t done;        /* units that are done, of those queued so far */
+  uint64_t total;
+} OeqProgress;
+
+/* Calls back for each step of each unit, from any thread and from several at once. The callback must be quick and must
+ * not call into this library. NULL ends it. */
+typedef void (*OeqProgressCallback)(const OeqProgress* progress, void* user);
+OEQ_EXPORT OeqStatus oeq_set_progress(OeqProgressCallback callback, void* user);
+
+/* Sends the library's log lines to the host: level 1 is an error, 2 a warning, 3 information, 4 and 5 are for debugging.
+ * OEQ_LOG (off, error, warn, info, debug, trace; default warn) says how many. From any thread. NULL ends it. Without a
+ * logger nothing is written anywhere. ALREADY_EXISTS in a Rust program with a logger of its own, which gets the lines. */
+typedef void (*OeqLogCallback)(int32_t level, const char* line, void* user);
+OEQ_EXPORT OeqStatus oeq_set_logger(OeqLogCallback callback, void* user);
 
 /* ---- Devices (what the Python module needs) ------------------------------------------------------------------------- */
 

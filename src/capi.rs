@@ -7,11 +7,14 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
+use crate::compile::Bundle;
+use crate::compile::progress::Listener;
 use crate::driver::cuda::{self, Cuda, DeviceProperties, Timer};
 use crate::driver::known;
 use crate::error::{Code, Error, Result};
+use crate::logging::{self, Sink};
 use crate::registry;
 use crate::runtime::{self, Runtime};
 use crate::xla::api::Api;
@@ -101,6 +104,22 @@ pub struct FfiStats {
     pub loaded: u64,
     /// See [`crate::stats::Stats`].
     pub launches: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_hits: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_misses: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_writes: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_write_failures: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_damaged: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_evictions: u64,
+    /// See [`crate::stats::Stats`].
+    pub store_waits: u64,
+    /// See [`crate::stats::Stats`].
+    pub bundle_hits: u64,
 }
 
 /// `OeqDeviceProperties`.
@@ -218,24 +237,33 @@ unsafe impl Send for Tables {}
 // SAFETY: as above.
 unsafe impl Sync for Tables {}
 
-fn tables() -> Result<&'static Tables> {
-    static TABLES: OnceLock<Result<Tables>> = OnceLock::new();
-    TABLES
+/// The tables of a platform. Each has handlers of its own; types are the same.
+fn tables(platform: Platform) -> Result<&'static Tables> {
+    static CUDA: OnceLock<Result<Tables>> = OnceLock::new();
+    static HOST: OnceLock<Result<Tables>> = OnceLock::new();
+    let tables = match platform {
+        Platform::Cuda => &CUDA,
+        Platform::Host => &HOST,
+    };
+    tables
         .get_or_init(|| {
             let table = registry::table()?;
             let address = |stage: Option<ffi::Handler>| stage.map_or(ptr::null_mut(), |stage| stage as *mut c_void);
-            let handlers: Vec<FfiHandler> = table
+            let handlers = table
                 .entries
                 .iter()
-                .map(|entry| FfiHandler {
-                    name: entry.c_name.as_ptr(),
-                    instantiate: address(entry.descriptor.bundle.instantiate),
-                    prepare: address(entry.descriptor.bundle.prepare),
-                    initialize: address(entry.descriptor.bundle.initialize),
-                    execute: address(entry.descriptor.bundle.execute),
-                    traits: entry.descriptor.traits,
+                .map(|entry| {
+                    let bundle = entry.descriptor.bundle_on(platform)?;
+                    Ok(FfiHandler {
+                        name: entry.c_name.as_ptr(),
+                        instantiate: address(bundle.instantiate),
+                        prepare: address(bundle.prepare),
+                        initialize: address(bundle.initialize),
+                        execute: address(bundle.execute),
+                        traits: entry.descriptor.traits,
+                    })
                 })
-                .collect();
+                .collect::<Result<Vec<FfiHandler>>>()?;
             let handler_count = u32::try_from(handlers.len()).map_err(|_| Error::internal("too many targets"))?;
             let handlers = Vec::leak(handlers).as_ptr();
             let types: &[FfiType] = Vec::leak(vec![FfiType {
@@ -261,20 +289,34 @@ fn tables() -> Result<&'static Tables> {
 /// The handler table in its newest layout, or null.
 #[unsafe(no_mangle)]
 pub extern "C" fn oeq_ffi_handler_table() -> *const FfiHandlerTable3 {
-    value(|| Ok(&raw const tables()?.layout3))
+    value(|| Ok(&raw const tables(Platform::Cuda)?.layout3))
 }
 
 /// The handler table in the layout asked for, or null.
 #[unsafe(no_mangle)]
 pub extern "C" fn oeq_ffi_handler_table_for(abi_version: u32) -> *const c_void {
-    value(|| match abi_version {
-        2 => Ok((&raw const tables()?.layout2).cast()),
-        3 => Ok((&raw const tables()?.layout3).cast()),
+    value(|| table_in(abi_version, Platform::Cuda))
+}
+
+/// The handler table of a platform in the layout asked for, or null.
+///
+/// # Safety
+/// `platform` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_ffi_handler_table_on(abi_version: u32, platform: *const c_char) -> *const c_void {
+    // SAFETY: by this function's contract.
+    value(|| table_in(abi_version, Platform::parse(unsafe { text(platform, "platform") }?)?))
+}
+
+fn table_in(abi_version: u32, platform: Platform) -> Result<*const c_void> {
+    match abi_version {
+        2 => Ok((&raw const tables(platform)?.layout2).cast()),
+        3 => Ok((&raw const tables(platform)?.layout3).cast()),
         other => Err(Error::new(
             Code::Unimplemented,
             format!("handler table layout {other} does not exist; this library has 2 and {FFI_ABI_VERSION}"),
         )),
-    })
+    }
 }
 
 /// Registers every target in an XLA.
@@ -466,9 +508,162 @@ pub unsafe extern "C" fn oeq_get_stats(stats: *mut FfiStats) -> Status {
                     failed: now.failed,
                     loaded: now.loaded,
                     launches: now.launches,
+                    store_hits: now.store_hits,
+                    store_misses: now.store_misses,
+                    store_writes: now.store_writes,
+                    store_write_failures: now.store_write_failures,
+                    store_damaged: now.store_damaged,
+                    store_evictions: now.store_evictions,
+                    store_waits: now.store_waits,
+                    bundle_hits: now.bundle_hits,
                 })
             })
         }
+    })
+}
+
+// ---- Compiled kernels ---------------------------------------------------------------------------------------------------
+
+/// Uses a bundle's file.
+///
+/// # Safety
+/// `path` is null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_load_bundle(path: *const c_char) -> Status {
+    boundary(|| {
+        // SAFETY: by this function's contract.
+        let path = unsafe { text(path, "path") }?;
+        runtime::load_bundle(Bundle::open(path.as_ref())?);
+        Ok(())
+    })
+}
+
+/// Uses a bundle's bytes, which are copied.
+///
+/// # Safety
+/// `bytes` is null or points to `size` readable bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_load_bundle_bytes(bytes: *const u8, size: usize) -> Status {
+    boundary(|| {
+        if bytes.is_null() {
+            return Err(null("bytes"));
+        }
+        // SAFETY: by this function's contract.
+        let bytes = unsafe { std::slice::from_raw_parts(bytes, size) };
+        runtime::load_bundle(Bundle::from_bytes("in memory", bytes)?);
+        Ok(())
+    })
+}
+
+/// Everything that was compiled so far, as a bundle.
+///
+/// # Safety
+/// Both pointers are null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_export_compiled(bytes: *mut *mut u8, size: *mut usize) -> Status {
+    boundary(|| {
+        if bytes.is_null() || size.is_null() {
+            return Err(null(if bytes.is_null() { "bytes" } else { "size" }));
+        }
+        let bundle = Runtime::global()?.export_compiled().into_boxed_slice();
+        // SAFETY: by this function's contract.
+        unsafe {
+            *size = bundle.len();
+            *bytes = Box::into_raw(bundle).cast();
+        }
+        Ok(())
+    })
+}
+
+/// Gives back what [`oeq_export_compiled`] gave; null is nothing.
+///
+/// # Safety
+/// `bytes` and `size` are what one call of [`oeq_export_compiled`] wrote, and are not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn oeq_free_bytes(bytes: *mut u8, size: usize) {
+    if !bytes.is_null() {
+        // SAFETY: by this function's contract the pointer came from a boxed slice of this length.
+        drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(bytes, size)) });
+    }
+}
+
+/// `OeqProgress`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct FfiProgress {
+    /// Size of this structure.
+    pub struct_size: u64,
+    /// The unit, NUL-terminated; valid during the call.
+    pub unit: *const c_char,
+    /// See [`crate::compile::Step`].
+    pub step: i32,
+    /// Since the unit was queued.
+    pub seconds: f64,
+    /// See [`crate::compile::Progress`].
+    pub done: u64,
+    /// See [`crate::compile::Progress`].
+    pub total: u64,
+}
+
+/// `OeqProgressCallback`.
+pub type ProgressCallback = extern "C" fn(*const FfiProgress, *mut c_void);
+
+/// `OeqLogCallback`.
+pub type LogCallback = extern "C" fn(i32, *const c_char, *mut c_void);
+
+/// What a host wants back in its callbacks.
+#[derive(Clone, Copy)]
+struct User(*mut c_void);
+
+// SAFETY: never dereferenced here. The header tells the host that its callbacks run on any thread.
+unsafe impl Send for User {}
+// SAFETY: as above.
+unsafe impl Sync for User {}
+
+impl User {
+    /// A method, so that closures capture the whole value and not the pointer in it.
+    fn get(self) -> *mut c_void {
+        self.0
+    }
+}
+
+fn c_text(text: &str) -> CString {
+    CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default()
+}
+
+/// Tells a callback what happens to each unit.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_set_progress(callback: Option<ProgressCallback>, user: *mut c_void) -> Status {
+    let user = User(user);
+    boundary(|| {
+        let listener = callback.map(|callback| -> Listener {
+            Arc::new(move |event| {
+                let unit = c_text(event.unit);
+                let progress = FfiProgress {
+                    struct_size: size_of::<FfiProgress>() as u64,
+                    unit: unit.as_ptr(),
+                    step: event.step as i32,
+                    seconds: event.elapsed.as_secs_f64(),
+                    done: event.done,
+                    total: event.total,
+                };
+                callback(&raw const progress, user.get());
+            })
+        });
+        runtime::set_progress(listener);
+        Ok(())
+    })
+}
+
+/// Sends log lines to a callback.
+#[unsafe(no_mangle)]
+pub extern "C" fn oeq_set_logger(callback: Option<LogCallback>, user: *mut c_void) -> Status {
+    let user = User(user);
+    boundary(|| {
+        let sink = callback.map(|callback| -> Sink {
+            Arc::new(move |level, line| callback(level as i32, c_text(line).as_ptr(), user.get()))
+        });
+        logging::set(sink)
     })
 }
 

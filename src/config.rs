@@ -5,11 +5,13 @@
 
 use std::path::PathBuf;
 
-use crate::compile::pool;
+use etcetera::BaseStrategy as _;
+
+use crate::compile::{Target, pool, store};
 use crate::error::{Error, Result};
 
-/// The most compile threads that may be asked for.
-const MAX_COMPILE_THREADS: usize = 1024;
+/// The most threads that may be asked for.
+const MAX_THREADS: usize = 1024;
 
 /// How a payload is cut for the compiler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,21 +34,56 @@ pub struct Config {
     pub compile_units: CompileUnits,
     /// `OEQ_KEEP_BYTES`: how many bytes of compiled images are kept of kernels that no call site uses. Default: 512 MiB.
     pub keep_bytes: u64,
+    /// `OEQ_STORE`: whether compiled kernels are kept on disk, `on` or `off`.
+    pub store: bool,
+    /// `OEQ_STORE_DIR`: where. Default: `oeq-native` in the user's cache directory.
+    pub store_dir: Option<PathBuf>,
+    /// `OEQ_STORE_BYTES`: how large the store may become, in bytes, also as `500M` or `2G` (powers of 1024).
+    pub store_bytes: u64,
+    /// `OEQ_BUNDLE`: bundles of compiled kernels, paths with colons between them.
+    pub bundle: Option<String>,
+    /// `OEQ_ARCH`: targets with a suffix, for example `sm_90a,sm_100f`, to compile for on the devices that can run them.
+    pub arch: Vec<Target>,
+    /// `OEQ_CXX`: the C++ compiler of the host platform, a path or a name in `PATH`. Default: search.
+    pub cxx: Option<PathBuf>,
+    /// `OEQ_HOST_THREADS`: the most threads that work on one call of the host platform, XLA's own included. Default: as
+    /// for `OEQ_COMPILE_THREADS`.
+    pub host_threads: usize,
 }
 
 impl Default for Config {
     fn default() -> Self {
+        let threads = pool::default_workers();
         Self {
-            compile_threads: pool::default_workers(),
+            compile_threads: threads,
             nvrtc: None,
             compile_units: CompileUnits::default(),
             keep_bytes: 512 << 20,
+            store: true,
+            store_dir: None,
+            store_bytes: store::DEFAULT_BYTES,
+            bundle: None,
+            arch: Vec::new(),
+            cxx: None,
+            host_threads: threads,
         }
     }
 }
 
 /// The options' keys; the environment variable of a key is `OEQ_` and the key in upper case.
-pub const KEYS: [&str; 4] = ["compile_threads", "nvrtc", "compile_units", "keep_bytes"];
+pub const KEYS: [&str; 11] = [
+    "compile_threads",
+    "nvrtc",
+    "compile_units",
+    "keep_bytes",
+    "store",
+    "store_dir",
+    "store_bytes",
+    "bundle",
+    "arch",
+    "cxx",
+    "host_threads",
+];
 
 impl Config {
     /// The defaults with the environment's values.
@@ -75,13 +112,7 @@ impl Config {
     /// An unknown key, or a value that cannot be.
     pub fn set(&mut self, key: &str, value: &str) -> Result<()> {
         match key {
-            "compile_threads" => {
-                self.compile_threads = value
-                    .parse()
-                    .ok()
-                    .filter(|threads| (1..=MAX_COMPILE_THREADS).contains(threads))
-                    .ok_or_else(|| bad(key, value, &format!("a number from 1 to {MAX_COMPILE_THREADS}")))?;
-            }
+            "compile_threads" => self.compile_threads = threads(key, value)?,
             "nvrtc" => self.nvrtc = Some(PathBuf::from(value)),
             "compile_units" => {
                 self.compile_units = match value {
@@ -93,12 +124,49 @@ impl Config {
             "keep_bytes" => {
                 self.keep_bytes = value.parse().map_err(|_| bad(key, value, "a number of bytes, 0 to keep nothing"))?;
             }
+            "store" => {
+                self.store = match value {
+                    "on" => true,
+                    "off" => false,
+                    _ => return Err(bad(key, value, "`on` or `off`")),
+                }
+            }
+            "store_dir" => {
+                // A relative path would be another directory in every process.
+                self.store_dir = Some(std::path::absolute(value).map_err(|_| bad(key, value, "a directory"))?);
+            }
+            "store_bytes" => {
+                self.store_bytes = bytes(value).ok_or_else(|| bad(key, value, "a size like 1000000, 500M or 2G"))?;
+            }
+            "bundle" => self.bundle = Some(value.to_owned()),
+            "arch" => self.arch = value.split(',').map(|target| target.trim().parse()).collect::<Result<_>>()?,
+            "cxx" => self.cxx = Some(PathBuf::from(value)),
+            "host_threads" => self.host_threads = threads(key, value)?,
             _ => {
                 return Err(Error::invalid(format!("unknown option `{key}`; the options are {}", KEYS.join(", "))));
             }
         }
         Ok(())
     }
+
+    /// Where compiled kernels are kept, if they were; `None` where the user has no home.
+    #[must_use]
+    pub fn store_directory(&self) -> Option<PathBuf> {
+        self.store_dir.clone().or_else(|| Some(etcetera::choose_base_strategy().ok()?.cache_dir().join("oeq-native")))
+    }
+}
+
+/// Reads a number of bytes, with K, M, G or T for powers of 1024.
+fn bytes(text: &str) -> Option<u64> {
+    let power = ["K", "M", "G", "T"].iter().position(|unit| text.ends_with(unit));
+    let digits = if power.is_some() { &text[..text.len() - 1] } else { text };
+    let factor = 1024_u64.checked_pow(power.map_or(0, |power| u32::try_from(power + 1).unwrap_or(0)))?;
+    digits.parse::<u64>().ok().filter(|number| *number > 0)?.checked_mul(factor)
+}
+
+fn threads(key: &str, value: &str) -> Result<usize> {
+    let number = value.parse().ok().filter(|threads| (1..=MAX_THREADS).contains(threads));
+    number.ok_or_else(|| bad(key, value, &format!("a number from 1 to {MAX_THREADS}")))
 }
 
 fn bad(key: &str, value: &str, allowed: &str) -> Error {
@@ -117,8 +185,13 @@ mod tests {
         for (key, value, allowed) in [
             ("compile_threads", "0", "1 to 1024"),
             ("compile_threads", "many", "1 to 1024"),
+            ("host_threads", "0", "1 to 1024"),
             ("compile_units", "halves", "`split` or `whole`"),
             ("keep_bytes", "-1", "a number of bytes"),
+            ("store", "maybe", "`on` or `off`"),
+            ("store_bytes", "0", "500M or 2G"),
+            ("store_bytes", "M", "500M or 2G"),
+            ("store_bytes", "99999999T", "500M or 2G"),
             ("colour", "red", "compile_threads, nvrtc"),
         ] {
             let error = config.set(key, value).unwrap_err();
@@ -127,5 +200,21 @@ mod tests {
         config.set("compile_threads", "3").unwrap();
         config.set("compile_units", "whole").unwrap();
         assert_eq!((config.compile_threads, config.compile_units), (3, CompileUnits::Whole));
+    }
+
+    #[test]
+    fn sizes_paths_and_targets_are_read() {
+        let mut config = Config::default();
+        for (text, size) in [("17", 17), ("3K", 3 << 10), ("500M", 500 << 20), ("2G", 2 << 30)] {
+            config.set("store_bytes", text).unwrap();
+            assert_eq!(config.store_bytes, size);
+        }
+        config.set("store_dir", "here").unwrap();
+        assert_eq!(config.store_directory().unwrap(), std::env::current_dir().unwrap().join("here"));
+        config.set("arch", "sm_90a, sm_100f").unwrap();
+        assert_eq!(config.arch.iter().map(ToString::to_string).collect::<Vec<_>>(), ["sm_90a", "sm_100f"]);
+        assert!(config.set("arch", "sm_9x").unwrap_err().message().contains("sm_9x"));
+        config.set("store", "off").unwrap();
+        assert!(!config.store);
     }
 }

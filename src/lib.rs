@@ -22,6 +22,7 @@ pub mod driver;
 pub mod error;
 pub mod kernel;
 pub mod layout;
+pub mod logging;
 #[cfg(feature = "cli")]
 pub mod model;
 pub mod operator;

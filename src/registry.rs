@@ -18,6 +18,9 @@ use std::sync::{Mutex, OnceLock};
 use crate::error::{Code, Error, Result};
 use crate::layout::Family;
 use crate::sync::lock;
+#[cfg(feature = "host")]
+use crate::xla::host;
+use crate::xla::register::Platform;
 use crate::xla::{ffi, stages, stateless};
 
 /// One custom call target: a name, a family and the derivative order.
@@ -54,6 +57,9 @@ pub struct Descriptor {
     pub bundle: ffi::HandlerBundle,
     /// Its execute function for hosts that register no other stage.
     pub stateless: ffi::Handler,
+    /// Its stage functions on the host platform.
+    #[cfg(feature = "host")]
+    pub host_bundle: ffi::HandlerBundle,
     /// `XLA_FFI_HANDLER_TRAITS_*` bits.
     pub traits: u32,
     /// Identity of the target's type.
@@ -75,8 +81,44 @@ impl Descriptor {
                 execute: Some(stages::execute::<T>),
             },
             stateless: stateless::execute::<T>,
+            #[cfg(feature = "host")]
+            host_bundle: ffi::HandlerBundle {
+                instantiate: Some(host::instantiate::<T>),
+                prepare: None,
+                initialize: None,
+                execute: Some(host::execute::<T>),
+            },
             traits: ffi::TRAIT_COMMAND_BUFFER_COMPATIBLE,
             type_id: TypeId::of::<T>,
+        }
+    }
+
+    /// Its stage functions on a platform.
+    ///
+    /// # Errors
+    /// The library was built without the platform.
+    pub fn bundle_on(&self, platform: Platform) -> Result<ffi::HandlerBundle> {
+        match platform {
+            Platform::Cuda => Ok(self.bundle),
+            #[cfg(feature = "host")]
+            Platform::Host => Ok(self.host_bundle),
+            #[cfg(not(feature = "host"))]
+            Platform::Host => Err(Error::new(
+                Code::Unimplemented,
+                "this library was built without the host platform (the crate's feature `host`)",
+            )),
+        }
+    }
+
+    /// Its execute function on a platform for hosts that register no other stage.
+    ///
+    /// # Errors
+    /// See [`Self::bundle_on`].
+    pub fn stateless_on(&self, platform: Platform) -> Result<ffi::Handler> {
+        match platform {
+            Platform::Cuda => Ok(self.stateless),
+            // There a call without state is the same function's.
+            Platform::Host => self.bundle_on(platform)?.execute.ok_or_else(|| Error::internal("no execute stage")),
         }
     }
 

@@ -4,7 +4,9 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::compile::{Architecture, Compiler, NvrtcCompiler, Pool};
+use crate::compile::bundle::Builder;
+use crate::compile::progress::Listener;
+use crate::compile::{Architecture, Bundle, Compiler, Images, NvrtcCompiler, Pool};
 use crate::config::Config;
 use crate::driver::Driver;
 use crate::driver::cuda::Cuda;
@@ -18,7 +20,7 @@ use crate::sync::lock;
 pub struct Runtime {
     pub(crate) config: Config,
     pub(crate) driver: Box<dyn Driver>,
-    pub(crate) compiler: Arc<dyn Compiler>,
+    pub(crate) images: Arc<Images>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) counters: Arc<Counters>,
     interner: Arc<Interner>,
@@ -33,6 +35,25 @@ impl std::fmt::Debug for Runtime {
 static GLOBAL: OnceLock<Result<Runtime>> = OnceLock::new();
 /// Options that the program set before the runtime started.
 static OPTIONS: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
+
+/// Bundles and a listener that the program gave before the runtime started.
+static WAITING: Mutex<(Vec<Bundle>, Option<Listener>)> = Mutex::new((Vec::new(), None));
+
+/// Uses a bundle in the process's runtime, now or as soon as it starts. This does not start it.
+pub fn load_bundle(bundle: Bundle) {
+    lock(&WAITING).0.push(bundle);
+    if let Some(Ok(runtime)) = GLOBAL.get() {
+        runtime.take_waiting();
+    }
+}
+
+/// Tells a listener what happens to each unit in the process's runtime, see [`Runtime::set_progress`].
+pub fn set_progress(listener: Option<Listener>) {
+    match GLOBAL.get() {
+        Some(Ok(runtime)) => runtime.set_progress(listener),
+        _ => lock(&WAITING).1 = listener,
+    }
+}
 
 /// Sets one option of the process's runtime; it wins over the environment.
 ///
@@ -56,7 +77,9 @@ impl Runtime {
     pub fn new(config: Config, driver: Box<dyn Driver>, compiler: Arc<dyn Compiler>) -> Self {
         let pool = Arc::new(Pool::new(config.compile_threads));
         let interner = Interner::new(config.keep_bytes, Arc::clone(&pool));
-        Self { config, driver, compiler, pool, counters: Arc::default(), interner }
+        let counters = Arc::<Counters>::default();
+        let images = Arc::new(Images::new(&config, compiler, Arc::clone(&counters)));
+        Self { config, driver, images, pool, counters, interner }
     }
 
     /// The process's runtime, on CUDA and NVRTC unless the program put in another.
@@ -73,7 +96,7 @@ impl Runtime {
 
     #[cold]
     fn start() -> Result<&'static Self> {
-        GLOBAL
+        let runtime = GLOBAL
             .get_or_init(|| {
                 let mut config = Config::from_environment()?;
                 for (key, value) in lock(&OPTIONS).iter() {
@@ -83,7 +106,47 @@ impl Runtime {
                 Ok(Self::new(config, Box::new(Cuda::default()), compiler))
             })
             .as_ref()
-            .map_err(Clone::clone)
+            .map_err(Clone::clone)?;
+        // After it is there, so that what is given meanwhile is not left behind.
+        runtime.take_waiting();
+        Ok(runtime)
+    }
+
+    fn take_waiting(&self) {
+        let (bundles, listener) = std::mem::take(&mut *lock(&WAITING));
+        for bundle in bundles {
+            self.load_bundle(bundle);
+        }
+        if listener.is_some() {
+            self.set_progress(listener);
+        }
+    }
+
+    /// The process's runtime for the host platform: records, compiler and device of its own, and the options, compile
+    /// threads and counters of [`Runtime::global`].
+    ///
+    /// # Errors
+    /// See [`Runtime::global`].
+    #[cfg(feature = "host")]
+    #[inline]
+    pub fn host() -> Result<&'static Self> {
+        static HOST: OnceLock<Result<Runtime>> = OnceLock::new();
+        HOST.get_or_init(|| {
+            let shared = Self::global()?;
+            let config = shared.config.clone();
+            let counters = Arc::clone(&shared.counters);
+            let compiler = Arc::new(crate::compile::host::HostCompiler::new(config.cxx.clone()));
+            Ok(Self {
+                driver: Box::new(crate::driver::host::Host::new(config.host_threads)),
+                images: Arc::new(Images::new(&config, compiler, Arc::clone(&counters))),
+                interner: Interner::new(config.keep_bytes, Arc::clone(&shared.pool)),
+                pool: Arc::clone(&shared.pool),
+                counters,
+                config,
+            })
+        })
+        .as_ref()
+        .map_err(Clone::clone)
     }
 
     /// Makes `runtime` the process's.
@@ -94,7 +157,9 @@ impl Runtime {
         if GLOBAL.set(Ok(runtime)).is_err() {
             return Err(Error::precondition("the process has a runtime already; install another before its first use"));
         }
-        Self::global()
+        let runtime = Self::global()?;
+        runtime.take_waiting();
+        Ok(runtime)
     }
 
     /// The record of a payload.
@@ -123,6 +188,29 @@ impl Runtime {
         distinct.sort_unstable();
         distinct.dedup();
         distinct.into_iter().try_for_each(|architecture| record.schedule(self, order, architecture))
+    }
+
+    /// Uses the compiled kernels of a bundle from now on, before the store and the compiler.
+    pub fn load_bundle(&self, bundle: Bundle) {
+        self.images.add_bundle(Arc::new(bundle));
+    }
+
+    /// Every kernel that was compiled in this process so far, or came from elsewhere, as a bundle's bytes. Waits for what
+    /// is being compiled.
+    #[must_use]
+    pub fn export_compiled(&self) -> Vec<u8> {
+        let mut builder = Builder::default();
+        for record in self.interner.records() {
+            for stored in record.compiled(self) {
+                builder.add(stored);
+            }
+        }
+        builder.build()
+    }
+
+    /// Tells a listener what happens to each unit from now on; `None` tells nobody. One listener at a time.
+    pub fn set_progress(&self, listener: Option<Listener>) {
+        self.images.set_listener(listener);
     }
 
     /// The counters now.

@@ -12,6 +12,9 @@
 //!
 //! Both take time linear in the text and do not recurse, whatever the text is.
 
+#[cfg(feature = "host")]
+pub mod host;
+
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 

@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, mpsc};
 
-use oeq_native::compile::Architecture;
-use oeq_native::compile::nvrtc::{Image, Nvrtc, Program};
+use oeq_native::compile::nvrtc::{Image, ImageKind, Nvrtc, Program};
 use oeq_native::compile::pool::Pool;
+use oeq_native::compile::{Architecture, Target};
 use oeq_native::error::{Code, Result};
 
 const SOURCE: &str = r#"
@@ -206,18 +206,60 @@ fn nul_characters_are_refused_wherever_they_are() {
 }
 
 #[test]
-fn an_unknown_architecture_is_told_with_those_that_are_known() {
+fn an_architecture_that_is_too_old_is_told_with_those_that_are_known() {
     let nvrtc = nvrtc();
-    for (number, advice) in [(9990, "newer NVRTC"), (30, "older NVRTC")] {
+    let architecture = Architecture::from_number(30).unwrap();
+    let program = Program { name: "a", source: SOURCE, architecture, entry_points: &["forward"], extra_options: &[] };
+    let error = nvrtc.compile(&program).unwrap_err();
+    assert_eq!(error.code(), Code::Unimplemented);
+    let lowest = format!("the lowest it knows is {}", nvrtc.architectures()[0]);
+    let (major, minor) = nvrtc.version();
+    let version = format!("NVRTC {major}.{minor}");
+    for part in ["sm_30", &version, &lowest, "sm_90, ", nvrtc.path().to_str().unwrap(), "older NVRTC", "pip install"] {
+        assert!(error.message().contains(part), "{part:?} is not in: {error}");
+    }
+}
+
+#[test]
+fn a_newer_device_than_the_compiler_knows_gets_ptx_for_the_highest_that_it_knows() {
+    let nvrtc = nvrtc();
+    let highest = *nvrtc.architectures().last().unwrap();
+    for number in [highest.number() + 1, 9990] {
         let architecture = Architecture::from_number(number).unwrap();
         let program =
             Program { name: "a", source: SOURCE, architecture, entry_points: &["forward"], extra_options: &[] };
-        let error = nvrtc.compile(&program).unwrap_err();
-        assert_eq!(error.code(), Code::Unimplemented);
-        let highest = format!("the highest it knows is {}", nvrtc.architectures().last().unwrap());
-        for part in [&architecture.to_string(), &highest, "sm_90, ", nvrtc.path().to_str().unwrap(), advice] {
-            assert!(error.message().contains(part), "{part:?} is not in: {error}");
-        }
+        let image = nvrtc.compile(&program).unwrap();
+        assert_eq!(image.kind(), ImageKind::Ptx);
+        let text = std::ffi::CStr::from_bytes_with_nul(&image.code).unwrap().to_str().unwrap();
+        assert!(text.contains(&format!(".target {highest}")), "{text}");
+        assert_eq!(image.symbols, [("forward".to_owned(), "_Z7forwardmPf".to_owned())]);
+        assert!(text.contains(".entry _Z7forwardmPf("), "{text}");
+    }
+    // One that is known is machine code, as ever.
+    let program =
+        Program { name: "a", source: SOURCE, architecture: highest, entry_points: &["forward"], extra_options: &[] };
+    assert_eq!(nvrtc.compile(&program).unwrap().kind(), ImageKind::Cubin);
+}
+
+#[test]
+fn a_suffix_reaches_the_compiler_and_its_features_are_there() {
+    let nvrtc = nvrtc();
+    let target: Target = "sm_90a".parse().unwrap();
+    // What only sm_90a defines: https://docs.nvidia.com/cuda/cuda-c-programming-guide, feature-specific macros.
+    let source = "#ifndef __CUDA_ARCH_FEAT_SM90_ALL\n#error plain\n#endif\n__global__ void forward() {}";
+    let options = target.options();
+    let program =
+        Program { name: "a", source, architecture: target.base, entry_points: &["forward"], extra_options: &options };
+    assert_eq!(nvrtc.compile(&program).unwrap().kind(), ImageKind::Cubin);
+    let error = nvrtc.compile(&Program { extra_options: &[], ..program }).unwrap_err();
+    assert!(error.message().contains("plain"), "{error}");
+    // A suffix that this NVRTC does not know for an architecture is told with its version and path.
+    let program =
+        Program { architecture: "sm_90".parse().unwrap(), extra_options: &["-arch=sm_90x".to_owned()], ..program };
+    let error = nvrtc.compile(&program).unwrap_err();
+    let (major, minor) = nvrtc.version();
+    for part in ["-arch=sm_90x".to_owned(), format!("NVRTC {major}.{minor}"), nvrtc.path().display().to_string()] {
+        assert!(error.message().contains(&part), "{part:?} is not in: {error}");
     }
 }
 
@@ -383,6 +425,8 @@ fn a_version_that_is_too_old_is_told_and_a_newer_one_beside_it_taken() {
         "GetProgramLog",
         "GetCUBINSize",
         "GetCUBIN",
+        "GetPTXSize",
+        "GetPTX",
         "GetLoweredName",
     ];
     let mut text = String::from("int nvrtcVersion(int *major, int *minor) { *major = 11; *minor = 8; return 0; }\n");

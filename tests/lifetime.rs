@@ -23,7 +23,7 @@ const KEEP: u64 = 100;
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn world() -> &'static World {
-    world_with(Config { compile_threads: 2, keep_bytes: KEEP, ..Config::default() })
+    world_with(Config { compile_threads: 2, store: false, keep_bytes: KEEP, ..Config::default() })
 }
 
 fn payload(number: usize) -> String {

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Every test that needs no GPU. Sets up what they need under target/ first.
 #
-# usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link variants hosts cut ptx calls)
+# usage: tests/run.sh [STEP ...]      (all steps by default: rust python host older link variants hosts cut ptx calls)
 #   rust     cargo test with all features, against real payloads, models, NVRTC and jaxlib headers
 #   python   pytest: unmodified OpenEquivariance and jax with our module
+#   host     real payloads on the CPU: numbers against the definition, threads, forces, errors
 #   older    the module and the handlers' lives again, in older releases of jax
 #   link     C and C++ programs linked against the static and the shared library
 #   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
@@ -14,7 +15,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 steps=("$@")
-[ $# -gt 0 ] || steps=(rust python older link variants hosts cut ptx calls)
+[ $# -gt 0 ] || steps=(rust python host older link variants hosts cut ptx calls)
 need cargo "install Rust 1.85 or newer"
 need cc "a C compiler builds the test programs"
 cd "$ROOT"
@@ -25,7 +26,9 @@ OEQ_TEST_NVRTC=$(nvrtc_path)
 export OEQ_TEST_NVRTC OEQ_TEST_ABI=$CACHE/abi OEQ_TEST_OPENEQUIVARIANCE=$CACHE
 export OEQ_TEST_PAYLOADS=$CACHE/payloads OEQ_TEST_MODELS=$CACHE/models
 # Tests that speak of a missing driver or compiler mean the machine, not what somebody has set.
-unset OEQ_NVRTC OEQ_COMPILE_THREADS
+unset OEQ_NVRTC OEQ_COMPILE_THREADS OEQ_CXX
+# Nothing of the tests goes to the user's store; those that test it name a directory.
+export OEQ_STORE=off
 
 "$ROOT/tests/abi/fetch.sh"
 
@@ -84,6 +87,7 @@ calls() {
 
 step rust cargo test --all-features --no-fail-fast
 step python "$PYTHON" -m pytest -q -p no:cacheprovider tests/python
+step host "$PYTHON" -m pytest -q -p no:cacheprovider tests/host
 step older older
 step link tests/link/run.sh
 step variants tests/link/variants.sh

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::io::{self, IsTerminal, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
 use std::thread::ThreadId;
@@ -16,7 +16,7 @@ use clap::{Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-use oeq_native::compile::Architecture;
+use oeq_native::compile::Target;
 use oeq_native::compile::nvrtc::{Nvrtc, Program};
 use oeq_native::compile::pool::Pool;
 use oeq_native::compile::unit::Cut;
@@ -26,6 +26,9 @@ use oeq_native::layout::Family;
 use oeq_native::model::{self, Container, Found, Model, Survey};
 use oeq_native::payload::{Dtype, KernelPlan, LaunchSize};
 use oeq_native::registry::{self, Derivative};
+
+#[path = "oeq/bundle.rs"]
+mod bundle;
 
 /// Looks into exported JAX models with OpenEquivariance kernels, and compiles these kernels.
 #[derive(Parser)]
@@ -58,16 +61,22 @@ enum Command {
         /// Model files; - is standard input.
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// Device architecture, for example `sm_90`; may be given several times.
+        /// Device architecture, for example `sm_90` or `sm_90a`; may be given several times.
         #[arg(long, required = true)]
-        arch: Vec<Architecture>,
+        arch: Vec<Target>,
         /// Compilations at a time [default: `OEQ_COMPILE_THREADS`, else the cores available, at most 16].
         #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
         threads: Option<u16>,
         /// Compile whole programs instead of one unit per launch.
         #[arg(long)]
         whole: bool,
+        /// Write a bundle of every unit that the models call, which needs no compiler where it is used.
+        #[arg(long)]
+        out: Option<PathBuf>,
     },
+    /// Look into bundles of compiled kernels, and merge them.
+    #[command(subcommand)]
+    Bundle(bundle::BundleCommand),
 }
 
 fn main() -> ExitCode {
@@ -76,7 +85,10 @@ fn main() -> ExitCode {
     let done = match arguments.command {
         Command::Targets => targets(&output),
         Command::Inspect { files } => inspect(&mut output, &files),
-        Command::Compile { files, arch, threads, whole } => compile(&mut output, &files, &arch, threads, whole),
+        Command::Compile { files, arch, threads, whole, out } => {
+            compile(&mut output, &files, &arch, threads, whole, out.as_deref())
+        }
+        Command::Bundle(command) => bundle::bundle(&mut output, &command),
     };
     if let Err(error) = done {
         output.complain(&error);
@@ -531,7 +543,7 @@ struct Job<'a> {
     plan: &'a KernelPlan,
     bytes: usize,
     hash: Option<i64>,
-    architecture: Architecture,
+    architecture: Target,
     cut: Cut,
 }
 
@@ -579,13 +591,19 @@ struct UnitOut {
 fn compile(
     output: &mut Output,
     files: &[PathBuf],
-    architectures: &[Architecture],
+    architectures: &[Target],
     threads: Option<u16>,
     whole: bool,
+    out: Option<&Path>,
 ) -> Result<()> {
     let config = Config::from_environment()?;
     let files = load(output, files);
     let policy = if whole { CompileUnits::Whole } else { config.compile_units };
+    if let Some(out) = out {
+        let nvrtc = Nvrtc::find(config.nvrtc.as_deref())?;
+        let threads = threads.map_or(config.compile_threads, usize::from);
+        return bundle::compile(output, &files, architectures, policy, nvrtc, threads, out);
+    }
     let jobs = jobs(&files, architectures, policy);
     if jobs.is_empty() {
         return Err(Error::invalid("no kernel to compile"));
@@ -627,7 +645,7 @@ fn compile(
 }
 
 /// Every kernel of the files once, for every architecture once.
-fn jobs<'a>(files: &'a [File], architectures: &[Architecture], policy: CompileUnits) -> Vec<Job<'a>> {
+fn jobs<'a>(files: &'a [File], architectures: &[Target], policy: CompileUnits) -> Vec<Job<'a>> {
     let mut seen = HashSet::new();
     let mut jobs = Vec::new();
     for file in files {
@@ -679,8 +697,13 @@ fn run(jobs: &[Job<'_>], nvrtc: &Arc<Nvrtc>, threads: usize, progress: &Progress
             let weight = (source.len() as u64).saturating_mul(u64::from(unit.cost));
             let work = Box::new(move || {
                 let begin = Instant::now();
-                let program =
-                    Program { name: &name, source: &source, architecture, entry_points: &entries, extra_options: &[] };
+                let program = Program {
+                    name: &name,
+                    source: &source,
+                    architecture: architecture.base,
+                    entry_points: &entries,
+                    extra_options: &architecture.options(),
+                };
                 let outcome = nvrtc.compile(&program).map(|image| image.code.len());
                 let (time, worker) = (begin.elapsed(), std::thread::current().id());
                 // The receiver is only gone when the program is about to end.

@@ -15,6 +15,9 @@ pub struct Architecture {
 }
 
 impl Architecture {
+    /// The host CPU, an architecture of its own: no device has a major part of zero.
+    pub const HOST: Self = Self { major: 0, minor: 0 };
+
     /// Makes the architecture `major.minor`.
     ///
     /// # Errors
@@ -45,6 +48,9 @@ impl Architecture {
 
 impl fmt::Display for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::HOST {
+            return f.write_str("host");
+        }
         write!(f, "sm_{}{}", self.major, self.minor)
     }
 }
@@ -52,13 +58,16 @@ impl fmt::Display for Architecture {
 impl FromStr for Architecture {
     type Err = Error;
 
-    /// Reads `sm_90`, `90` or `9.0`.
+    /// Reads `sm_90`, `90`, `9.0` or `host`.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || {
             Error::invalid(format!(
                 "{text:?} is not a device architecture: expected a form like \"sm_90\", \"90\" or \"9.0\""
             ))
         };
+        if text == "host" {
+            return Ok(Self::HOST);
+        }
         let digits = |part: &str| {
             let plain = !part.is_empty() && part.len() <= 4 && part.bytes().all(|byte| byte.is_ascii_digit());
             if plain { part.parse::<u16>().map_err(|_| bad()) } else { Err(bad()) }
@@ -95,6 +104,7 @@ mod tests {
             assert_eq!(architecture.to_string(), format!("sm_{number}"));
             assert_eq!(architecture.to_string().parse::<Architecture>().unwrap(), architecture);
         }
+        assert_eq!(Architecture::HOST.to_string().parse::<Architecture>().unwrap(), Architecture::HOST);
     }
 
     #[test]

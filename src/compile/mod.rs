@@ -1,22 +1,39 @@
-//! From source to machine code: what is compiled together ([`mod@unit`]), by what ([`nvrtc`]), on which threads ([`pool`]).
+//! From source to machine code: what is compiled together ([`mod@unit`]), by what ([`nvrtc`]), on which threads ([`pool`]), and
+//! how to get around it: what was compiled before ([`store`]), elsewhere ([`bundle`]), or is being compiled by another
+//! process just now ([`images`]).
 //!
 //! An [`Artifact`] is the one compilation of one unit for one architecture, shared by everybody who wants it: those who
 //! come while it runs wait for it, those who come later find it done, and if it fails all of them get the compiler's log.
 
 pub mod architecture;
+pub mod bundle;
+pub mod codec;
 mod exit;
+#[cfg(feature = "host")]
+pub mod host;
+pub mod images;
+pub mod key;
 pub mod nvrtc;
 pub mod pool;
+pub mod progress;
+pub mod store;
 mod sys;
+pub mod target;
 pub mod unit;
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 pub use architecture::Architecture;
-pub use nvrtc::{Image, Nvrtc, Program};
+pub use bundle::Bundle;
+pub use images::{CompilerIdentity, Images};
+pub use key::Key;
+pub use nvrtc::{Image, ImageKind, Nvrtc, Program};
 pub use pool::Pool;
+pub use progress::{Progress, Step};
+pub use target::Target;
 
 use crate::error::{Code, Error, Result};
 use crate::sync::lock;
@@ -28,6 +45,33 @@ pub trait Compiler: Send + Sync {
     /// # Errors
     /// No compiler, an architecture that it does not know, or a program that does not compile (with the compiler's log).
     fn compile(&self, program: &Program<'_>) -> Result<Image>;
+
+    /// A name for where the compiler is looked for: the same name leads to the same compiler as long as nobody changes
+    /// the installation. `None`: nobody can tell which compiler it is, so that what it makes is not stored.
+    fn search(&self) -> Option<String> {
+        None
+    }
+
+    /// Which compiler it is. May have to open it.
+    ///
+    /// # Errors
+    /// There is none, or it does not tell.
+    fn identify(&self) -> Result<CompilerIdentity> {
+        Err(Error::precondition("this compiler does not tell its version"))
+    }
+
+    /// Which compiler it is, if it was opened already.
+    fn identified(&self) -> Option<CompilerIdentity> {
+        None
+    }
+
+    /// Whether a program could be compiled here at all. A compiler that may still turn up says yes.
+    ///
+    /// # Errors
+    /// No compiler; the text says how to get one.
+    fn available(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// NVRTC, found when the first program comes. That it was not found is not remembered: it may be installed later.
@@ -65,17 +109,51 @@ impl Compiler for NvrtcCompiler {
     fn compile(&self, program: &Program<'_>) -> Result<Image> {
         self.library()?.compile(program)
     }
+
+    fn search(&self) -> Option<String> {
+        // What decides where the search leads, apart from what is installed. `PATH` is left out: it differs from job to
+        // job, and is looked at last.
+        let variables = ["LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "HOME"];
+        let values = variables.map(|name| std::env::var_os(name).unwrap_or_default());
+        Some(format!("{:?} {:?} {values:?}", self.explicit, std::env::current_exe().ok()))
+    }
+
+    fn identify(&self) -> Result<CompilerIdentity> {
+        Ok(identity(&*self.library()?))
+    }
+
+    fn identified(&self) -> Option<CompilerIdentity> {
+        // Not worth waiting for whoever is opening it.
+        let library = self.library.try_lock().ok()?;
+        library.as_deref().map(identity)
+    }
 }
+
+fn identity(library: &Nvrtc) -> CompilerIdentity {
+    let (major, minor) = library.version();
+    let number = |part| u16::try_from(part).unwrap_or_default();
+    CompilerIdentity { version: (number(major), number(minor)), library: library.path().to_owned() }
+}
+
+/// How often somebody who waits for a compilation is told that it goes on.
+const REMINDER: Duration = Duration::from_secs(10);
+
+/// The work of an artifact. With `true` it may answer `None`, to be called again when there is nothing better to do.
+type Work = Box<dyn FnMut(bool) -> Option<Result<Image>> + Send>;
+
+/// Called when a wait has lasted for another [`REMINDER`].
+type Reminder = Box<dyn Fn() + Send + Sync>;
 
 /// One compilation: waiting, running or done.
 pub struct Artifact {
     state: Mutex<State>,
     finished: Condvar,
+    reminder: Option<Reminder>,
 }
 
 enum State {
-    /// In the queue or being compiled, in the process of this id.
-    Pending { ticket: Option<pool::Ticket>, process: u32 },
+    /// In the queue or being compiled, in the process of this id. `awaited`: somebody waits for it.
+    Pending { ticket: Option<pool::Ticket>, process: u32, awaited: bool },
     /// No thread could be started; whoever waits runs it.
     Unstarted(pool::Job),
     /// Finished.
@@ -97,32 +175,64 @@ impl fmt::Debug for Artifact {
 impl Artifact {
     /// Starts a compilation on the pool. `work` runs once, on a worker or, where no thread can be had, on the first thread
     /// that waits.
-    pub fn start(pool: &Pool, weight: u64, work: impl FnOnce() -> Result<Image> + Send + 'static) -> Arc<Self> {
-        let process = std::process::id();
-        let artifact =
-            Arc::new(Self { state: Mutex::new(State::Pending { ticket: None, process }), finished: Condvar::new() });
-        let own = Arc::clone(&artifact);
-        let job: pool::Job = Box::new(move || {
-            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
-                .unwrap_or_else(|_| Err(Error::internal("the compilation panicked; this is a bug in oeq-native")));
-            own.finish(outcome.map(Arc::new));
-        });
-        match pool.submit(weight, job) {
+    pub fn start(pool: &Arc<Pool>, weight: u64, work: impl FnOnce() -> Result<Image> + Send + 'static) -> Arc<Self> {
+        let mut work = Some(work);
+        Self::begin(pool, weight, Box::new(move |_| Some(work.take()?())), None)
+    }
+
+    /// Starts a compilation on the pool that may step back once. `work` is called with `true`; if it answers `None`, it is
+    /// called again with `false` after everything else that is queued. `reminder` is called now and then while somebody
+    /// waits.
+    pub fn start_in_turns(
+        pool: &Arc<Pool>,
+        weight: u64,
+        work: impl FnMut(bool) -> Option<Result<Image>> + Send + 'static,
+        reminder: impl Fn() + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Self::begin(pool, weight, Box::new(work), Some(Box::new(reminder)))
+    }
+
+    fn begin(pool: &Arc<Pool>, weight: u64, work: Work, reminder: Option<Reminder>) -> Arc<Self> {
+        let state = State::Pending { ticket: None, process: std::process::id(), awaited: false };
+        let artifact = Arc::new(Self { state: Mutex::new(state), finished: Condvar::new(), reminder });
+        artifact.enqueue(pool, weight, work, true);
+        artifact
+    }
+
+    fn enqueue(self: &Arc<Self>, pool: &Arc<Pool>, weight: u64, work: Work, first: bool) {
+        let (own, weak) = (Arc::clone(self), Arc::downgrade(pool));
+        match pool.submit(weight, Box::new(move || own.run(&weak, work, first))) {
             Ok(new) => {
                 // The job may be done by now.
-                if let State::Pending { ticket, .. } = &mut *lock(&artifact.state) {
+                if let State::Pending { ticket, awaited, .. } = &mut *lock(&self.state) {
                     *ticket = Some(new);
+                    if *awaited {
+                        pool.promote(new);
+                    }
                 }
             }
-            Err(job) => *lock(&artifact.state) = State::Unstarted(job),
+            Err(job) => *lock(&self.state) = State::Unstarted(job),
         }
-        artifact
+    }
+
+    fn run(self: &Arc<Self>, pool: &Weak<Pool>, mut work: Work, first: bool) {
+        let pool = pool.upgrade().filter(|_| first);
+        let turn = |work: &mut Work, may_step_back| {
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(may_step_back)))
+                .unwrap_or_else(|_| Some(Err(Error::internal("the compilation panicked; this is a bug in oeq-native"))))
+        };
+        let outcome = match (turn(&mut work, pool.is_some()), pool) {
+            // After everything that has a weight, in the order in which they stepped back.
+            (None, Some(pool)) => return self.enqueue(&pool, 0, work, false),
+            (outcome, _) => outcome,
+        };
+        self.finish(outcome.unwrap_or_else(|| Err(Error::internal("the compilation gave nothing"))).map(Arc::new));
     }
 
     /// An artifact that was there already.
     #[must_use]
     pub fn ready(image: Arc<Image>) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::new(State::Done(Ok(image))), finished: Condvar::new() })
+        Arc::new(Self { state: Mutex::new(State::Done(Ok(image))), finished: Condvar::new(), reminder: None })
     }
 
     fn finish(&self, outcome: Result<Arc<Image>>) {
@@ -156,22 +266,26 @@ impl Artifact {
     pub fn wait(&self, pool: &Pool) -> Result<Arc<Image>> {
         let mut state = lock(&self.state);
         match &*state {
-            State::Pending { ticket: Some(ticket), .. } => {
-                let ticket = *ticket;
+            State::Pending { ticket, process, .. } => {
+                let (ticket, process) = (*ticket, *process);
+                *state = State::Pending { ticket, process, awaited: true };
                 drop(state);
-                pool.promote(ticket);
+                if let Some(ticket) = ticket {
+                    pool.promote(ticket);
+                }
                 state = lock(&self.state);
             }
             State::Unstarted(_) => {
-                let pending = State::Pending { ticket: None, process: std::process::id() };
+                let pending = State::Pending { ticket: None, process: std::process::id(), awaited: true };
                 if let State::Unstarted(job) = std::mem::replace(&mut *state, pending) {
                     drop(state);
                     job();
                     state = lock(&self.state);
                 }
             }
-            State::Pending { .. } | State::Done(_) => {}
+            State::Done(_) => {}
         }
+        let mut begin = Instant::now();
         loop {
             match &*state {
                 State::Done(outcome) => return outcome.clone(),
@@ -183,7 +297,14 @@ impl Artifact {
                     ));
                 }
                 State::Pending { .. } | State::Unstarted(_) => {
-                    state = self.finished.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    let waited = self.finished.wait_timeout(state, REMINDER).unwrap_or_else(PoisonError::into_inner);
+                    state = waited.0;
+                    if let Some(reminder) = self.reminder.as_ref().filter(|_| begin.elapsed() >= REMINDER) {
+                        begin = Instant::now();
+                        drop(state);
+                        reminder();
+                        state = lock(&self.state);
+                    }
                 }
             }
         }
@@ -205,7 +326,7 @@ mod tests {
     #[test]
     fn everybody_who_waits_gets_the_one_outcome() {
         static RUNS: AtomicUsize = AtomicUsize::new(0);
-        let pool = Pool::new(2);
+        let pool = Arc::new(Pool::new(2));
         let gate = Arc::new(Barrier::new(5));
         let inside = Arc::clone(&gate);
         let artifact = Artifact::start(&pool, 1, move || {
@@ -228,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_panic_in_the_compiler_is_an_error_for_those_who_wait() {
-        let pool = Pool::new(1);
+        let pool = Arc::new(Pool::new(1));
         let artifact = Artifact::start(&pool, 1, || panic!("injected"));
         assert_eq!(artifact.wait(&pool).unwrap_err().code(), Code::Internal);
         // The pool goes on.
@@ -238,8 +359,7 @@ mod tests {
 
     #[test]
     fn without_a_thread_the_first_who_waits_does_the_work() {
-        let own =
-            Arc::new(Artifact { state: Mutex::new(State::Done(Ok(Arc::new(image(0))))), finished: Condvar::new() });
+        let own = Artifact::ready(Arc::new(image(0)));
         let job_target = Arc::clone(&own);
         *lock(&own.state) = State::Unstarted(Box::new(move || job_target.finish(Ok(Arc::new(image(9))))));
         assert!(own.peek().is_none() && !own.is_lost());
@@ -248,9 +368,49 @@ mod tests {
 
     #[test]
     fn what_a_fork_left_behind_is_lost_and_says_so() {
-        let state = State::Pending { ticket: None, process: std::process::id().wrapping_add(1) };
-        let artifact = Artifact { state: Mutex::new(state), finished: Condvar::new() };
+        let state = State::Pending { ticket: None, process: std::process::id().wrapping_add(1), awaited: false };
+        let artifact = Artifact { state: Mutex::new(state), finished: Condvar::new(), reminder: None };
         assert!(artifact.is_lost());
         assert_eq!(artifact.wait(&Pool::new(1)).unwrap_err().code(), Code::Unavailable);
+    }
+
+    #[test]
+    fn who_steps_back_comes_after_the_others_and_before_them_if_awaited() {
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let (open, gate) = std::sync::mpsc::channel::<()>();
+        let pool = Arc::new(Pool::new(1));
+        // Holds the only worker until all the others are queued.
+        let first = Artifact::start(&pool, 9, move || {
+            gate.recv().map_err(|_| Error::internal("closed"))?;
+            Ok(image(0))
+        });
+        let stepping = |name: &'static str| {
+            let order = Arc::clone(&order);
+            let work = move |may_step_back: bool| {
+                lock(&order).push(format!("{name}{}", if may_step_back { " first" } else { " again" }));
+                (!may_step_back).then(|| Ok(image(1)))
+            };
+            Artifact::start_in_turns(&pool, 5, work, || ())
+        };
+        let (one, two) = (stepping("one"), stepping("two"));
+        let noted = Arc::clone(&order);
+        let other = Artifact::start(&pool, 1, move || {
+            lock(&noted).push("other".to_owned());
+            Ok(image(2))
+        });
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| two.wait(&pool).unwrap().code.clone());
+            while !matches!(&*lock(&two.state), State::Pending { awaited: true, .. }) {
+                std::thread::yield_now();
+            }
+            open.send(()).unwrap();
+            assert_eq!(waiter.join().unwrap(), [1]);
+        });
+        // Only looked at: waiting would move them to the front.
+        while [&first, &one, &other].iter().any(|artifact| artifact.peek().is_none()) {
+            std::thread::yield_now();
+        }
+        // `two` is awaited: its second turn comes before what merely has a weight.
+        assert_eq!(*lock(&order), ["two first", "two again", "one first", "other", "one again"]);
     }
 }

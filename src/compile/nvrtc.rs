@@ -72,19 +72,55 @@ pub struct Program<'a> {
 /// What compiling gives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
-    /// A cubin: an ELF file with machine code of the one architecture.
+    /// A cubin, which is an ELF file with machine code of the one architecture, or NUL-terminated PTX text.
     pub code: Vec<u8>,
-    /// For each entry point of the program, in its order, the name that the cubin knows it by.
+    /// For each entry point of the program, in its order, the name that the code knows it by.
     pub symbols: Vec<(String, String)>,
     /// The compiler's messages, empty if it had none.
     pub log: String,
 }
 
+/// What an image's code is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ImageKind {
+    /// Machine code.
+    Cubin,
+    /// Text that the driver makes machine code of, for devices that the compiler is too old for.
+    Ptx,
+}
+
+impl ImageKind {
+    /// Its name, for files and messages.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cubin => "cubin",
+            Self::Ptx => "ptx",
+        }
+    }
+}
+
+impl Image {
+    /// What the code is.
+    #[must_use]
+    pub fn kind(&self) -> ImageKind {
+        if self.code.starts_with(b"//") || self.code.starts_with(b".version") {
+            ImageKind::Ptx
+        } else {
+            ImageKind::Cubin
+        }
+    }
+}
+
 /// The options that a program is compiled with, in order. They decide the numbers that a kernel computes, so whoever
-/// stores images should store them under these.
+/// stores images should store them under these. An `-arch` among the extra ones, such as `-arch=sm_90a`, stands in the
+/// place of the architecture's own.
 #[must_use]
 pub fn options(architecture: Architecture, extra: &[String]) -> Vec<String> {
     let mut options = vec!["--std=c++17".to_owned(), format!("-arch={architecture}"), "--use_fast_math".to_owned()];
+    if extra.iter().any(|option| option.starts_with("-arch=")) {
+        options.remove(1);
+    }
     options.extend_from_slice(extra);
     options
 }
@@ -118,6 +154,8 @@ struct Functions {
     log: unsafe extern "C" fn(RawProgram, *mut c_char) -> Status,
     cubin_size: unsafe extern "C" fn(RawProgram, *mut usize) -> Status,
     cubin: unsafe extern "C" fn(RawProgram, *mut c_char) -> Status,
+    ptx_size: unsafe extern "C" fn(RawProgram, *mut usize) -> Status,
+    ptx: unsafe extern "C" fn(RawProgram, *mut c_char) -> Status,
     lowered_name: unsafe extern "C" fn(RawProgram, *const c_char, *mut *const c_char) -> Status,
     /// In newer versions (12.9 has it, 12.4 does not); older ones cannot be stopped.
     set_flow_callback: Option<unsafe extern "C" fn(RawProgram, FlowCallback, *mut c_void) -> Status>,
@@ -145,6 +183,8 @@ impl Functions {
             log: symbol(library, c"nvrtcGetProgramLog")?,
             cubin_size: symbol(library, c"nvrtcGetCUBINSize")?,
             cubin: symbol(library, c"nvrtcGetCUBIN")?,
+            ptx_size: symbol(library, c"nvrtcGetPTXSize")?,
+            ptx: symbol(library, c"nvrtcGetPTX")?,
             lowered_name: symbol(library, c"nvrtcGetLoweredName")?,
             set_flow_callback: symbol(library, c"nvrtcSetFlowCallback").ok(),
         })
@@ -219,7 +259,8 @@ impl Nvrtc {
         &self.architectures
     }
 
-    /// Compiles a program to machine code.
+    /// Compiles a program: to machine code or, where this NVRTC does not know the architecture but an earlier one, to PTX
+    /// for the highest that it knows, which the driver of such a device understands.
     ///
     /// The calling thread's stack is what the compiler recurses on; the pool's workers have enough for the largest
     /// payloads.
@@ -230,9 +271,19 @@ impl Nvrtc {
     /// lacks its companion library, `RESOURCE_EXHAUSTED` if it ran out of memory, `INTERNAL` for whatever else it
     /// answers.
     pub fn compile(&self, program: &Program<'_>) -> Result<Image> {
-        let compiled = self.index_of(program.architecture).and_then(|index| {
+        let compiled = self.index_of(program.architecture).and_then(|(index, known)| {
             self.prepare(index)?;
-            self.compile_inner(program)
+            if known == program.architecture {
+                return self.compile_inner(program);
+            }
+            log::info!(
+                "oeq-native: NVRTC {}.{} does not know {}: making PTX for {known}, which the driver finishes",
+                self.version.0,
+                self.version.1,
+                program.architecture
+            );
+            let virtual_one = [program.extra_options, &[format!("-arch=compute_{}", known.number())]].concat();
+            self.compile_inner(&Program { extra_options: &virtual_one, ..*program })
         });
         compiled.map_err(|error| {
             error.context(format_args!(
@@ -303,24 +354,27 @@ impl Nvrtc {
         for (wanted, entry_point) in program.entry_points.iter().zip(&entry_points) {
             symbols.push(((*wanted).to_owned(), handle.lowered_name(entry_point)?));
         }
-        Ok(Image { code: handle.cubin()?, symbols, log })
+        let is_virtual = program.extra_options.iter().any(|option| option.starts_with("-arch=compute_"));
+        let code = if is_virtual { handle.ptx()? } else { handle.cubin()? };
+        Ok(Image { code, symbols, log })
     }
 
-    fn index_of(&self, architecture: Architecture) -> Result<usize> {
-        if let Ok(index) = self.architectures.binary_search(&architecture) {
-            return Ok(index);
+    /// The architecture to compile for, with its place in the list: the wanted one or the highest below it. A suffix in
+    /// the options does not change which one that is.
+    fn index_of(&self, architecture: Architecture) -> Result<(usize, Architecture)> {
+        let below = self.architectures.partition_point(|&known| known <= architecture);
+        if let Some((index, known)) =
+            below.checked_sub(1).and_then(|index| Some((index, *self.architectures.get(index)?)))
+        {
+            return Ok((index, known));
         }
         let known: Vec<String> = self.architectures.iter().map(ToString::to_string).collect();
-        let highest = known.last().map_or("none", String::as_str);
-        let advice = if self.architectures.last().is_some_and(|&last| architecture > last) {
-            "a newer NVRTC may know it: `pip install --upgrade nvidia-cuda-nvrtc`"
-        } else {
-            "an older NVRTC may know it: `pip install nvidia-cuda-nvrtc-cu12`, with OEQ_NVRTC set to its library"
-        };
         Err(Error::new(
             Code::Unimplemented,
             format!(
-                "this NVRTC does not make code for {architecture}: the highest it knows is {highest}, all are {}; {advice}",
+                "this NVRTC does not make code for {architecture}: the lowest it knows is {}, all are {}; an older NVRTC \
+                 may know it: `pip install nvidia-cuda-nvrtc-cu12`, with OEQ_NVRTC set to its library",
+                known.first().map_or("none", String::as_str),
                 known.join(", ")
             ),
         ))
@@ -426,6 +480,18 @@ impl<'a> Handle<'a> {
             return Err(Error::internal(format!("nvrtcGetCUBIN gave {} bytes that are not an ELF file", code.len())));
         }
         Ok(code)
+    }
+
+    /// The driver takes PTX without a length, so it must end with a NUL.
+    fn ptx(&self) -> Result<Vec<u8>> {
+        let mut text = self.bytes(self.functions.ptx_size, self.functions.ptx, "nvrtcGetPTX")?;
+        if text.last() != Some(&0) {
+            text.push(0);
+        }
+        if !text.windows(8).any(|word| word == b".version") {
+            return Err(Error::internal(format!("nvrtcGetPTX gave {} bytes that are not PTX", text.len())));
+        }
+        Ok(text)
     }
 
     /// Something that NVRTC hands out in two calls, one for the size in bytes and one for the content.

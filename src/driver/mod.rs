@@ -1,9 +1,11 @@
-//! What the runtime asks of a device: one small trait, and the backend that speaks to the CUDA driver.
+//! What the runtime asks of a device: one small trait, and its backends, the CUDA driver and the host CPU.
 //!
 //! A backend knows nothing of XLA or of payloads. It loads compiled images and enqueues zeroing and launches on a stream
 //! that somebody else made. It keeps the caller's current context as it was.
 
 pub mod cuda;
+#[cfg(feature = "host")]
+pub mod host;
 pub mod known;
 pub mod symbols;
 

@@ -15,6 +15,7 @@ use smallvec::SmallVec;
 
 use super::record::Record;
 use crate::compile::Pool;
+use crate::compile::key::{Digest, digest};
 use crate::config::CompileUnits;
 use crate::error::Result;
 use crate::layout::Family;
@@ -47,6 +48,12 @@ impl Identity {
     #[must_use]
     pub fn is(&self, payload: &[u8]) -> bool {
         *self.0 == *payload
+    }
+
+    /// What a stored image of the kernel is known by.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        digest(&self.0)
     }
 }
 
@@ -192,5 +199,11 @@ impl Interner {
     pub fn live(&self) -> usize {
         let buckets = lock(&self.buckets);
         buckets.map.values().flatten().filter(|record| record.strong_count() > 0).count()
+    }
+
+    /// Every record there is, used or kept.
+    #[must_use]
+    pub fn records(&self) -> Vec<Arc<Record>> {
+        lock(&self.buckets).map.values().flatten().filter_map(Weak::upgrade).collect()
     }
 }

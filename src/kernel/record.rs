@@ -5,14 +5,18 @@
 //! lock: one `arc-swap` load and an index. Making it takes locks, and may compile and load.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Instant;
 
 use arc_swap::{ArcSwap, Guard};
 use smallvec::SmallVec;
 
 use super::intern::{Identity, Interner};
+use crate::compile::codec::Stored;
+use crate::compile::images::{self, Images, Request};
+use crate::compile::key::Digest;
 use crate::compile::unit::{Cut, UnitIndex};
-use crate::compile::{Architecture, Artifact, Image, Program};
+use crate::compile::{Architecture, Artifact, Image, Key, Step, Target, target};
 use crate::config::CompileUnits;
 use crate::driver::{Function, FunctionSpec, Module};
 use crate::error::{Error, Result};
@@ -55,6 +59,8 @@ type ByOrdinal = Vec<Option<Arc<Launcher>>>;
 pub struct Record {
     family: &'static Family,
     identity: Identity,
+    /// Of the identity, made by the first worker that needs it.
+    digest: OnceLock<Digest>,
     plan: KernelPlan,
     cut: Cut,
     artifacts: Mutex<Vec<(Architecture, UnitIndex, Arc<Artifact>)>>,
@@ -77,6 +83,7 @@ impl Record {
         Self {
             family,
             identity,
+            digest: OnceLock::new(),
             plan,
             cut,
             artifacts: Mutex::default(),
@@ -181,14 +188,17 @@ impl Record {
             }
         }
         let weight = self.plan.source.len() as u64 * u64::from(self.cut.units[unit].cost);
-        let record = Arc::clone(self);
-        let compiler = Arc::clone(&runtime.compiler);
-        let counters = Arc::clone(&runtime.counters);
-        let artifact = Artifact::start(&runtime.pool, weight, move || {
-            let outcome = record.compile(&*compiler, unit, architecture);
-            bump(if outcome.is_ok() { &counters.compiled } else { &counters.failed });
-            outcome
-        });
+        let target = target::choose(&runtime.config.arch, architecture);
+        let (record, images) = (Arc::clone(self), Arc::clone(&runtime.images));
+        let (queued, label) = (Instant::now(), images::label(self.family.name, &self.entry_points(unit), target));
+        images.queued(&label, queued);
+        let (waiting, name) = (Arc::clone(&images), label.clone());
+        let artifact = Artifact::start_in_turns(
+            &runtime.pool,
+            weight,
+            move |may_defer| record.obtain(&images, unit, target, &label, queued, may_defer),
+            move || waiting.tell(&name, queued, Step::Awaited),
+        );
         match known {
             Some(entry) => entry.2 = Arc::clone(&artifact),
             None => artifacts.push((architecture, unit, Arc::clone(&artifact))),
@@ -196,22 +206,49 @@ impl Record {
         artifact
     }
 
-    fn compile(
+    fn entry_points(&self, unit: UnitIndex) -> SmallVec<[&'static str; 8]> {
+        self.cut.units[unit].entries.iter().map(|entry| entry.name).collect()
+    }
+
+    fn key(&self, unit: UnitIndex, target: Target) -> Key {
+        let digest = self.digest.get_or_init(|| self.identity.digest());
+        Key::new(self.family.name, digest, &self.entry_points(unit), target)
+    }
+
+    fn obtain(
         &self,
-        compiler: &dyn crate::compile::Compiler,
+        images: &Images,
         unit: UnitIndex,
-        architecture: Architecture,
-    ) -> Result<Image> {
-        let unit = &self.cut.units[unit];
-        let entry_points: SmallVec<[&str; 8]> = unit.entries.iter().map(|entry| entry.name).collect();
-        let text = self.cut.text(unit, &self.plan);
-        compiler.compile(&Program {
-            name: &format!("oeq_{}_{}.cu", self.family.name, entry_points.first().unwrap_or(&"kernel")),
-            source: &text,
-            architecture,
-            entry_points: &entry_points,
-            extra_options: &[],
-        })
+        target: Target,
+        label: &str,
+        queued: Instant,
+        may_defer: bool,
+    ) -> Option<Result<Image>> {
+        let request = Request {
+            key: self.key(unit, target),
+            family: self.family.name,
+            target,
+            entry_points: &self.entry_points(unit),
+            text: &|| self.cut.text(&self.cut.units[unit], &self.plan),
+            label,
+            queued,
+        };
+        images.obtain(&request, may_defer)
+    }
+
+    /// Everything of this kernel that was compiled, ready to be passed on. Waits for what is being compiled, and leaves out
+    /// what failed.
+    pub fn compiled(&self, runtime: &Runtime) -> Vec<Stored> {
+        let artifacts = lock(&self.artifacts).clone();
+        let stored = artifacts.into_iter().filter_map(|(architecture, unit, artifact)| {
+            let image = artifact.wait(&runtime.pool).ok()?;
+            let target = target::choose(&runtime.config.arch, architecture);
+            let key = self.key(unit, target);
+            let compiler = runtime.images.version_of(&key);
+            let family = self.family.name.to_owned();
+            Some(Stored { key, family, target: target.to_string(), compiler, image: Image::clone(&image) })
+        });
+        stored.collect()
     }
 
     /// The launcher of a call on a device, if it was made. Takes no lock.

@@ -4,6 +4,8 @@
 pub mod api;
 pub mod ffi;
 pub mod frame;
+#[cfg(feature = "host")]
+pub mod host;
 pub mod pjrt;
 pub mod register;
 pub mod stages;

@@ -378,7 +378,8 @@ impl Plugin {
         let mut api = self.ffi_api().ok();
         let mut known = register::registering();
         let targets = register::all_targets(&mut known, self.identity(api), platform, |target| {
-            let offer = || self.offer(target.name, platform, target.stateless, target.traits);
+            let handler = target.stateless_on(platform)?;
+            let offer = || self.offer(target.name, platform, handler, target.traits);
             let (outcome, noted) = register::noted(target.name, offer);
             api = api.or(noted.api);
             outcome?;

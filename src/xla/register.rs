@@ -231,8 +231,8 @@ pub fn register(api: Api, platform: Platform) -> Result<Report> {
 }
 
 fn through_api(api: Api, platform: Platform, target: &'static Descriptor) -> Result<()> {
-    let attempt =
-        || noted(target.name, || api.register_handler(target.name, platform.name(), target.bundle, target.traits));
+    let bundle = target.bundle_on(platform)?;
+    let attempt = || noted(target.name, || api.register_handler(target.name, platform.name(), bundle, target.traits));
     let (mut outcome, mut noted) = attempt();
     // 0.1 is what every XLA so far takes; one that no longer does gets its own version.
     if outcome.as_ref().is_err_and(|error| error.message().contains("API version")) && report_own_version(api) {

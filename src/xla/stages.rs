@@ -133,7 +133,11 @@ unsafe fn answer_metadata(metadata: *mut ffi::Metadata, target: &str, stage: &st
 }
 
 fn instantiate_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    let runtime = Runtime::global()?;
+    instantiate_in::<T>(Runtime::global()?, frame)
+}
+
+/// Instantiate on a platform's runtime.
+pub(super) fn instantiate_in<T: Target>(runtime: &Runtime, frame: &Frame<'_>) -> Result<()> {
     let state = Box::new(state_of::<T>(runtime, frame)?);
     // On CPU XLA shows no tensors here, on GPU it does.
     if !frame.operands().is_empty() || !frame.results().is_empty() {
@@ -221,7 +225,7 @@ fn ordinal(frame: &Frame<'_>) -> Result<u32> {
 ///
 /// # Safety
 /// The reference must not be kept past the stage call.
-unsafe fn site_state<'a>(frame: &Frame<'a>) -> Result<Option<&'a CallState>> {
+pub(super) unsafe fn site_state<'a>(frame: &Frame<'a>) -> Result<Option<&'a CallState>> {
     let api = frame.api();
     let state = api.state(frame.context(), types::id_in(api)?)?;
     // SAFETY: XLA answers only states of our own type, which it keeps alive while the executable runs.
@@ -277,10 +281,10 @@ fn record_of<T: Target>(
     runtime.intern(T::FAMILY, hash, Payload::Dictionaries(payload))
 }
 
-type Views<'a> = SmallVec<[TensorView<'a>; 12]>;
+pub(super) type Views<'a> = SmallVec<[TensorView<'a>; 12]>;
 
 /// Element types and dimensions of a call's tensors.
-fn views<'a>(frame: &Frame<'a>) -> Result<(Views<'a>, Views<'a>)> {
+pub(super) fn views<'a>(frame: &Frame<'a>) -> Result<(Views<'a>, Views<'a>)> {
     Ok((list(frame.operands(), "operand")?, list(frame.results(), "result")?))
 }
 
@@ -304,7 +308,7 @@ fn list<'a>(tensors: Tensors<'a>, what: &str) -> Result<Views<'a>> {
 }
 
 #[inline]
-fn addresses(frame: &Frame<'_>) -> Addresses {
+pub(super) fn addresses(frame: &Frame<'_>) -> Addresses {
     let mut addresses = Addresses::default();
     frame.operands().addresses(&mut addresses);
     frame.results().addresses(&mut addresses);

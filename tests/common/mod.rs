@@ -531,6 +531,11 @@ impl Site {
         })
     }
 
+    /// Calls a stage function, whichever it is.
+    pub fn call(&mut self, handler: Option<ffi::Handler>, show_tensors: bool) -> Answer {
+        self.stage(0, handler, show_tensors)
+    }
+
     pub fn instantiate(&mut self, target: &str, show_tensors: bool) -> Answer {
         self.stage(ffi::stage::INSTANTIATE, bundle(target).instantiate, show_tensors)
     }
@@ -717,7 +722,9 @@ impl Compiler for FakeCompiler {
 
 /// The process's runtime, on the stand-ins.
 pub fn world() -> &'static World {
-    world_with(Config { compile_threads: 4, ..Config::default() })
+    // Nothing of the stand-ins goes to the user's store; a test that wants a store names a directory.
+    let store = std::env::var_os("OEQ_STORE_DIR").is_some();
+    world_with(Config { compile_threads: 4, store, ..Config::from_environment().unwrap() })
 }
 
 /// The same with options; the first call decides.

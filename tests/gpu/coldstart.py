@@ -5,8 +5,11 @@ usage: coldstart.py K MODE         MODE: energy | forces | second
 
 Cold: from the start of XLA's compilation to the first result on the host's side, with NVRTC's disk cache off.
 Prints one JSON line; with COLDSTART_FILE it is appended there too. env: NODES, EDGES
+For cold.py: COLDSTART_EXPORT names a file for a bundle of what was compiled, COLDSTART_MODEL one for the exported model,
+COLDSTART_GATE makes the process wait, just before it compiles, until that file is there.
 """
 
+import ctypes
 import json
 import os
 import statistics
@@ -16,6 +19,40 @@ import time
 os.environ["OEQ_NOTORCH"] = "1"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("CUDA_CACHE_DISABLE", "1")
+if "OEQ_STORE_DIR" not in os.environ:  # A cold start is one without a store, unless one is asked for.
+    os.environ.setdefault("OEQ_STORE", "off")
+
+
+STATS = ("struct_size kernels_interned kernels_shared compiled failed loaded launches store_hits store_misses store_writes "
+         "store_write_failures store_damaged store_evictions store_waits bundle_hits").split()
+
+
+class Stats(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in STATS]
+
+
+def native():
+    """Our library, which the module has opened; None beside upstream's module."""
+    path = os.environ.get("OEQ_NATIVE_LIBRARY")
+    return ctypes.CDLL(path) if path and os.path.realpath(path) in open("/proc/self/maps").read() else None
+
+
+def stats(library):
+    now = Stats(struct_size=ctypes.sizeof(Stats))
+    assert library.oeq_get_stats(ctypes.byref(now)) == 0
+    return {name: getattr(now, name) for name in STATS[1:]}
+
+
+def nvrtc():
+    return {line.split()[-1] for line in open("/proc/self/maps") if "libnvrtc" in line}
+
+
+def export(library, path):
+    data, size = ctypes.POINTER(ctypes.c_uint8)(), ctypes.c_size_t()
+    assert library.oeq_export_compiled(ctypes.byref(data), ctypes.byref(size)) == 0
+    with open(path, "wb") as out:
+        out.write(ctypes.string_at(data, size.value))
+    library.oeq_free_bytes(data, size)
 
 
 def compare(path):
@@ -84,6 +121,20 @@ def measure(count, mode):
     function = {"energy": energy, "forces": jax.value_and_grad(energy), "second": second}[mode]
     arguments = (ys, xs, ws, rows, cols)
     jax.block_until_ready(arguments)
+    library = native()
+    if path := os.environ.get("COLDSTART_MODEL"):
+        names = [f"conv_{order}" for order in ("forward", "backward", "double_backward")]
+        unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+        exported = jax.export.export(jax.jit(function), disabled_checks=unchecked)(*arguments)
+        with open(path, "wb") as out:
+            out.write(exported.serialize())
+        jax.clear_caches()
+    if gate := os.environ.get("COLDSTART_GATE"):
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(rows))  # What a process compiles first is slower.
+        open(f"{gate}.{os.getpid()}", "w").close()
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+    before = nvrtc()  # jax opens the one of its own wheels.
     begin = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     xla = time.perf_counter() - begin
@@ -95,12 +146,15 @@ def measure(count, mode):
         jax.block_until_ready(compiled(*arguments))
         steps.append(time.perf_counter() - t)
     check = float(sum(np.abs(np.asarray(v, np.float64)).sum() for v in jax.tree.leaves(result)))
-    nvrtc = sorted({line.split()[-1] for line in open("/proc/self/maps") if "libnvrtc.so" in line})
+    after = nvrtc()
     line = json.dumps({
         "module": "upstream" if extension.__file__.endswith(".so") else "ours", "K": count, "mode": mode,
         "xla_compile_s": round(xla, 3), "cold_s": round(cold, 3), "step_ms": round(1e3 * float(np.median(steps)), 4),
-        "check": check, "nvrtc": nvrtc, "disk_cache": os.environ.get("CUDA_CACHE_DISABLE") != "1", "cores": len(os.sched_getaffinity(0)),
+        "check": check, "nvrtc": sorted(after), "nvrtc_opened": sorted(after - before), "disk_cache": os.environ.get("CUDA_CACHE_DISABLE") != "1", "cores": len(os.sched_getaffinity(0)),
+        "stats": stats(library) if library else None,
     })
+    if library and "COLDSTART_EXPORT" in os.environ:
+        export(library, os.environ["COLDSTART_EXPORT"])
     print(line, flush=True)
     if "COLDSTART_FILE" in os.environ:
         with open(os.environ["COLDSTART_FILE"], "a") as out:

@@ -78,6 +78,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "oeq_last_error": (ctypes.c_char_p, []),
     "oeq_version": (ctypes.c_char_p, []),
     "oeq_ffi_handler_table": (ctypes.POINTER(_Table), []),
+    "oeq_ffi_handler_table_on": (ctypes.c_void_p, [ctypes.c_uint32, ctypes.c_char_p]),
     "oeq_get_stats": (ctypes.c_int32, [ctypes.POINTER(_Stats)]),
     "oeq_device_properties": (ctypes.c_int32, [ctypes.c_int32, ctypes.POINTER(_DeviceProperties)]),
     "oeq_timer_create": (ctypes.c_int32, [ctypes.POINTER(ctypes.c_void_p)]),
@@ -128,9 +129,11 @@ def _check(status: int) -> None:
         raise _failure()
 
 
-def _table() -> _Table:
-    """The library's handler table, once its layout is known to be the one read here."""
+def _table(platform: str = "CUDA") -> _Table:
+    """The library's handler table of a platform, once its layout is known to be the one read here."""
     pointer = _library.oeq_ffi_handler_table()
+    if pointer and platform != "CUDA":
+        pointer = ctypes.cast(_library.oeq_ffi_handler_table_on(_ABI_VERSION, platform.encode()), ctypes.POINTER(_Table))
     if not pointer:
         raise _failure()
     table = pointer.contents
@@ -154,9 +157,12 @@ def _capsule(address: int) -> Any:
     return _new_capsule(address, None, None)
 
 
-def registrations() -> dict[str, dict[str, Any]]:
-    """What jax.ffi.register_ffi_target takes: for each target the capsules of the stages that it has."""
-    table = _table()
+def registrations(platform: str = "CUDA") -> dict[str, dict[str, Any]]:
+    """What jax.ffi.register_ffi_target takes: for each target the capsules of the stages that it has on a platform.
+
+    The platform is "CUDA", or "cpu" for kernels that are compiled with the system's C++ compiler and run on the CPU.
+    """
+    table = _table(platform)
     return {
         handler.name.decode(): {
             stage: _capsule(address)

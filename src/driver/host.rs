@@ -1,0 +1,291 @@
+//! The host backend: an image is a shared library, a launch runs the grid on the caller and a bounded set of threads, and
+//! returns when it is done. There are no streams.
+//!
+//! A block is run by the image's own code (`kernels/host/oeq_host.h`), in memory that this side provides: a region with
+//! the stacks of a warp's lanes, and the block's shared memory. Each thread that works on a grid has a [`Place`] of both.
+//! Blocks are handed out one by one, so that threads which are late or slow hold nobody up.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use smallvec::SmallVec;
+
+use super::{Driver, Function, FunctionSpec, Module, Stream, Work};
+use crate::compile::host::{PrivateFolder, REGION, STACK, STACKS};
+use crate::compile::{Architecture, Image, Pool};
+use crate::error::{Code, Error, Result};
+use crate::sync::lock;
+
+/// Lanes of a warp, each with a stack.
+const LANES: usize = 32;
+
+/// The most shared memory of a block, bytes: far above what any GPU has.
+const MAX_SHARED: u32 = 16 << 20;
+
+/// Runs one block: region, parameters, block, blocks, threads, shared memory.
+type RunBlock = unsafe extern "C" fn(*mut c_void, *const *mut c_void, u32, u32, u32, *mut c_void);
+
+/// The host CPU as a device.
+#[derive(Debug)]
+pub struct Host {
+    team: Pool,
+    /// Threads that work on one grid, the caller included.
+    threads: usize,
+    places: Arc<Mutex<Vec<Place>>>,
+}
+
+impl Host {
+    /// A device that works on a grid with at most `threads` threads, the caller's own included.
+    #[must_use]
+    pub fn new(threads: usize) -> Self {
+        Self { team: Pool::new(threads.saturating_sub(1)), threads: threads.max(1), places: Arc::default() }
+    }
+}
+
+/// Memory to run blocks in.
+#[derive(Debug)]
+struct Place {
+    region: *mut c_void,
+    shared: *mut u8,
+    shared_layout: Layout,
+}
+
+// SAFETY: a place owns its memory, which is tied to no thread.
+unsafe impl Send for Place {}
+
+const SHARED_ALIGN: usize = 256;
+
+impl Place {
+    fn new() -> Result<Self> {
+        let refused = || {
+            let error = std::io::Error::last_os_error();
+            Error::new(Code::ResourceExhausted, format!("no memory for the stacks of a warp ({REGION} bytes): {error}"))
+        };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a fresh mapping of twice the size holds an aligned region; what lies before and after it goes back. All
+        // addresses below stay inside the mapping.
+        let region = unsafe {
+            let raw = libc::mmap(ptr::null_mut(), 2 * REGION, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+            if raw == libc::MAP_FAILED {
+                return Err(refused());
+            }
+            let before = raw.cast::<u8>().align_offset(REGION);
+            let region = raw.cast::<u8>().add(before);
+            if before > 0 {
+                libc::munmap(raw, before);
+            }
+            libc::munmap(region.add(REGION).cast(), REGION - before);
+            region
+        };
+        let shared_layout = Layout::from_size_align(0, SHARED_ALIGN).unwrap_or(Layout::new::<u8>());
+        let place = Self { region: region.cast(), shared: ptr::null_mut(), shared_layout };
+        for lane in 0..LANES {
+            // SAFETY: the lowest page of each stack, inside the region.
+            let status = unsafe { libc::mprotect(region.add(STACKS + lane * STACK).cast(), page(), libc::PROT_NONE) };
+            if status != 0 {
+                return Err(refused());
+            }
+        }
+        Ok(place)
+    }
+
+    /// Shared memory of at least that size.
+    fn shared(&mut self, bytes: u32) -> Result<*mut c_void> {
+        let bytes = bytes as usize;
+        if bytes > self.shared_layout.size() {
+            let refused =
+                || Error::new(Code::ResourceExhausted, format!("no memory for {bytes} bytes of shared memory"));
+            let layout = Layout::from_size_align(bytes, SHARED_ALIGN).map_err(|_| refused())?;
+            self.free_shared();
+            // SAFETY: the layout is not empty.
+            let shared = unsafe { alloc_zeroed(layout) };
+            if shared.is_null() {
+                return Err(refused());
+            }
+            self.shared = shared;
+            self.shared_layout = layout;
+        }
+        Ok(self.shared.cast())
+    }
+
+    fn free_shared(&mut self) {
+        if !self.shared.is_null() {
+            // SAFETY: allocated with this layout.
+            unsafe { dealloc(self.shared, self.shared_layout) };
+            self.shared = ptr::null_mut();
+            self.shared_layout = Layout::from_size_align(0, SHARED_ALIGN).unwrap_or(Layout::new::<u8>());
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.free_shared();
+        // SAFETY: the region was mapped in `new` and nothing runs in it.
+        unsafe { libc::munmap(self.region, REGION) };
+    }
+}
+
+fn page() -> usize {
+    // SAFETY: asks for a number.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).unwrap_or(4096)
+}
+
+/// One launch, shared by the threads that work on it.
+struct Grid {
+    run: RunBlock,
+    parameters: *const *mut c_void,
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+    next: AtomicU32,
+    places: Arc<Mutex<Vec<Place>>>,
+    team: Mutex<Team>,
+    left: Condvar,
+}
+
+/// Who works on a grid besides the caller.
+#[derive(Default)]
+struct Team {
+    inside: usize,
+    /// The caller is done: nobody else may come in.
+    closed: bool,
+}
+
+// SAFETY: the parameters, and everything that they and the kernel point to, are valid until the grid is closed and the
+// team has left, which the caller waits for; kernels are made to be run by many threads.
+unsafe impl Send for Grid {}
+// SAFETY: as above; the rest is atomics and locks.
+unsafe impl Sync for Grid {}
+
+impl Grid {
+    /// Runs blocks until there are none left.
+    fn work(&self) -> Result<()> {
+        let known = lock(&self.places).pop();
+        let mut place = known.map_or_else(Place::new, Ok)?;
+        let shared = place.shared(self.shared_bytes)?;
+        loop {
+            // Never wraps: each thread goes past the end once.
+            let block = self.next.fetch_add(1, Ordering::Relaxed);
+            if block >= self.blocks {
+                break;
+            }
+            // SAFETY: the function is an image's, which has this type; the place is this thread's alone and as large as
+            // the image was compiled for; the parameters are the caller's.
+            unsafe { (self.run)(place.region, self.parameters, block, self.blocks, self.threads, shared) };
+        }
+        lock(&self.places).push(place);
+        Ok(())
+    }
+
+    /// A helper's whole visit.
+    fn help(&self) {
+        {
+            let mut team = lock(&self.team);
+            if team.closed {
+                return;
+            }
+            team.inside += 1;
+        }
+        if let Err(error) = self.work() {
+            // The caller, who cannot do without, runs what is left.
+            log::warn!("oeq-native: a thread could not help: {error}");
+        }
+        lock(&self.team).inside -= 1;
+        self.left.notify_all();
+    }
+
+    /// Keeps helpers out from now on, and waits for those that are inside.
+    fn close(&self) {
+        let mut team = lock(&self.team);
+        team.closed = true;
+        while team.inside > 0 {
+            team = self.left.wait(team).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+struct LoadedLibrary {
+    functions: SmallVec<[Function; 4]>,
+    /// Keeps the functions above loaded.
+    _library: Library,
+}
+
+impl Module for LoadedLibrary {
+    fn function(&self, index: usize) -> Option<Function> {
+        self.functions.get(index).copied()
+    }
+}
+
+impl Driver for Host {
+    fn architectures(&self) -> Result<&[Architecture]> {
+        Ok(&[Architecture::HOST])
+    }
+
+    fn load(&self, _ordinal: u32, image: &Image, functions: &[FunctionSpec<'_>]) -> Result<Box<dyn Module>> {
+        // The loader wants a file, and only until it has mapped it.
+        let folder = PrivateFolder::new()?;
+        let path = folder.write("kernel.so", &image.code)?;
+        // SAFETY: the image was made by our compiler from our header; a library without initialisers of its own.
+        let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
+            Error::precondition(format!(
+                "the compiled kernel cannot be loaded (is {} mounted noexec? TMPDIR says where to put it): {error}",
+                std::env::temp_dir().display()
+            ))
+        })?;
+        let mut found = SmallVec::new();
+        for spec in functions {
+            if spec.shared_bytes > MAX_SHARED {
+                return Err(Error::precondition(format!(
+                    "entry point `{}` needs {} bytes of shared memory per block; the host platform allows {MAX_SHARED}",
+                    spec.entry, spec.shared_bytes
+                )));
+            }
+            // SAFETY: every symbol of an image is a function of this type.
+            let function = unsafe { library.get::<RunBlock>(spec.symbol.as_bytes()) }.map_err(|error| {
+                Error::internal(format!("looking up entry point `{}` in its image: {error}", spec.entry))
+            })?;
+            found.push(Function(*function as usize));
+        }
+        Ok(Box::new(LoadedLibrary { functions: found, _library: library }))
+    }
+
+    unsafe fn enqueue(&self, _ordinal: u32, _stream: Stream, work: &Work<'_>) -> Result<()> {
+        for zero in work.zeros {
+            let bytes = usize::try_from(zero.bytes).unwrap_or(usize::MAX);
+            // SAFETY: the caller vouches for addresses, which are the host's own here.
+            unsafe { ptr::write_bytes(zero.address as *mut u8, 0, bytes) };
+        }
+        for (launch, function) in work.launches.iter().zip(work.functions) {
+            let words = &work.words[launch.words.clone()];
+            let parameters: SmallVec<[*mut c_void; 16]> =
+                launch.parameters.iter().map(|first| words[usize::from(*first)..].as_ptr().cast_mut().cast()).collect();
+            let grid = Arc::new(Grid {
+                // SAFETY: the function came from `load`, which looked it up as one of this type.
+                run: unsafe { std::mem::transmute::<usize, RunBlock>(function.0) },
+                parameters: parameters.as_ptr(),
+                blocks: launch.blocks,
+                threads: launch.threads,
+                shared_bytes: launch.shared_bytes,
+                next: AtomicU32::new(0),
+                places: Arc::clone(&self.places),
+                team: Mutex::default(),
+                left: Condvar::new(),
+            });
+            for _ in 1..self.threads.min(launch.blocks as usize) {
+                let grid = Arc::clone(&grid);
+                // A thread that cannot be had is not needed.
+                drop(self.team.submit(0, Box::new(move || grid.help())));
+            }
+            let outcome = grid.work();
+            grid.close();
+            outcome.map_err(|error| error.context(format_args!("running `{}`", launch.entry)))?;
+        }
+        Ok(())
+    }
+}

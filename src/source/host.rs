@@ -1,0 +1,401 @@
+//! What has to change in a payload's text before a C++ compiler for the host takes it. The built-ins themselves are in
+//! `kernels/host/oeq_host.h`.
+//!
+//! - `extern __shared__ T name[];` has no counterpart in C++ and becomes a pointer to the block's memory.
+//! - A sum over the warp, written as a loop of shuffles, becomes one call: it is what kernels spend most barriers on.
+//! - On a GPU the lanes of a warp run in step at every statement, on the host only at barriers. Some payloads lean on the
+//!   former, and there a barrier is put in. Lanes read an array in one order and then write it in another, with no barrier
+//!   between: no lane's write overtakes another's read when both are single instructions of the whole warp. And a kernel
+//!   that works in several passes, each a block at the level of the function, puts the next one's data where lanes still
+//!   take the last one's results from. And what a device function leaves in shared memory is taken up in another order
+//!   right after the call.
+
+use super::{Lexer, Token, TokenKind};
+use crate::error::{Error, Result};
+
+/// The program as a C++ compiler for the host takes it, with `oeq_host.h` before it.
+///
+/// # Errors
+/// The text cannot be lexed, or declares shared memory whose size is not given at launch.
+pub fn for_host(source: &str) -> Result<String> {
+    let mut lexer = Lexer::new(source);
+    let mut tokens = Vec::new();
+    while let Some(token) = lexer.next_token()? {
+        tokens.push(token);
+    }
+    let text = Text { source, tokens: &tokens };
+    let mut edits = Vec::new();
+    text.shared_memory(&mut edits)?;
+    text.sums(&mut edits);
+    text.barriers(&mut edits);
+    text.passes(&mut edits);
+    text.calls(&mut edits);
+    edits.sort_by_key(|edit| edit.start);
+
+    let mut translated = String::with_capacity(source.len() + 64 * edits.len());
+    let mut at = 0;
+    for edit in edits {
+        // Inside what was replaced already.
+        if edit.start < at {
+            continue;
+        }
+        translated.push_str(&source[at..edit.start]);
+        translated.push_str(&edit.text);
+        at = edit.end;
+    }
+    translated.push_str(&source[at..]);
+    Ok(translated)
+}
+
+/// Bytes `start..end` become `text`.
+struct Edit {
+    start: usize,
+    end: usize,
+    text: String,
+}
+
+/// An element of an array: the array's name, and the index as it is written.
+#[derive(PartialEq, Eq, Clone)]
+struct Element<'a> {
+    array: &'a str,
+    index: &'a str,
+}
+
+/// What the lanes of one guarded block read and overwrite.
+#[derive(Default)]
+struct Block<'a> {
+    read: Vec<Element<'a>>,
+    written: Vec<Element<'a>>,
+}
+
+struct Text<'a> {
+    source: &'a str,
+    tokens: &'a [Token],
+}
+
+impl<'a> Text<'a> {
+    fn token(&self, at: usize) -> Option<&'a str> {
+        self.tokens.get(at).map(|token| &self.source[token.range()])
+    }
+
+    fn is_word(&self, at: usize) -> bool {
+        self.tokens.get(at).is_some_and(|token| token.kind == TokenKind::Word)
+    }
+
+    fn is_number(&self, at: usize) -> bool {
+        self.tokens.get(at).is_some_and(|token| token.kind == TokenKind::Number)
+    }
+
+    /// Whether the tokens from `at` on are these.
+    fn matches(&self, at: usize, words: &[&str]) -> bool {
+        words.iter().enumerate().all(|(offset, word)| self.token(at + offset) == Some(*word))
+    }
+
+    /// The token that closes what the one at `open` opens.
+    fn closing(&self, open: usize, opener: &str, closer: &str) -> Option<usize> {
+        let mut depth = 0_usize;
+        for at in open..self.tokens.len() {
+            if self.token(at) == Some(opener) {
+                depth += 1;
+            } else if self.token(at) == Some(closer) {
+                depth = depth.checked_sub(1)?;
+                if depth == 0 {
+                    return Some(at);
+                }
+            }
+        }
+        None
+    }
+
+    fn shared_memory(&self, edits: &mut Vec<Edit>) -> Result<()> {
+        let mut at = 0;
+        while at < self.tokens.len() {
+            if self.token(at) != Some("__shared__") {
+                at += 1;
+                continue;
+            }
+            let unknown = || {
+                let start = self.tokens[at].start;
+                let line = 1 + self.source[..start].bytes().filter(|&byte| byte == b'\n').count();
+                Error::invalid(format!(
+                    "line {line} of the source declares shared memory in a way that the host platform does not have; \
+                     expected `extern __shared__ type name[];`"
+                ))
+            };
+            let first = at.checked_sub(1).filter(|first| self.token(*first) == Some("extern")).ok_or_else(unknown)?;
+            let end = (at..self.tokens.len()).find(|end| self.token(*end) == Some(";")).ok_or_else(unknown)?;
+            let mut kind = at + 1;
+            if self.token(kind) == Some("__align__") {
+                kind = self.closing(kind + 1, "(", ")").ok_or_else(unknown)? + 1;
+            }
+            let name = end.checked_sub(3).filter(|name| *name > kind).ok_or_else(unknown)?;
+            if !self.is_word(name) || !self.matches(name + 1, &["[", "]"]) || !(kind..name).all(|at| self.is_word(at)) {
+                return Err(unknown());
+            }
+            let kind = &self.source[self.tokens[kind].start..self.tokens[name - 1].end];
+            edits.push(Edit {
+                start: self.tokens[first].start,
+                end: self.tokens[end].end,
+                text: format!("{kind}* const {} = OEQ_HOST_SHARED({kind});", &self.source[self.tokens[name].range()]),
+            });
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Looks for `for(int offset = 16; offset > 0; offset /= 2) { x += __shfl_down_sync(mask, x, offset); }`.
+    fn sums(&self, edits: &mut Vec<Edit>) {
+        const CALL: [&str; 4] = ["+", "=", "__shfl_down_sync", "("];
+        for at in 0..self.tokens.len() {
+            let Some(offset) = self.token(at + 3).filter(|_| self.matches(at, &["for", "(", "int"])) else { continue };
+            let head = ["=", "16", ";", offset, ">", "0", ";", offset, "/", "=", "2", ")", "{"];
+            if !self.matches(at + 4, &head) {
+                continue;
+            }
+            let open = at + 3 + head.len();
+            let Some(end) = self.closing(open, "{", "}") else { continue };
+            let Some(call) = (open + 1..end).find(|at| self.matches(*at, &CALL)) else { continue };
+            // The mask, and after it the value as it stands before the call.
+            let value: Vec<&str> = (open + 1..call).filter_map(|at| self.token(at)).collect();
+            let mut tail = vec![","];
+            tail.extend_from_slice(&value);
+            tail.extend_from_slice(&[",", offset, ")", ";", "}"]);
+            let mask = call + CALL.len();
+            if value.is_empty() || !self.matches(mask + 1, &tail) || mask + tail.len() != end {
+                continue;
+            }
+            let value = &self.source[self.tokens[open + 1].start..self.tokens[call - 1].end];
+            edits.push(Edit {
+                start: self.tokens[at].start,
+                end: self.tokens[end].end,
+                text: format!("{value} = oeq_host::sum_down({value});"),
+            });
+        }
+    }
+
+    /// Names declared as `type name[number];`: arrays that each lane has for itself.
+    fn own_arrays(&self) -> Vec<&'a str> {
+        let declares = |at: &usize| {
+            self.is_word(*at)
+                && self.is_word(at + 1)
+                && self.token(at + 2) == Some("[")
+                && self.is_number(at + 3)
+                && self.matches(at + 4, &["]", ";"])
+        };
+        let mut names: Vec<&str> =
+            (0..self.tokens.len()).filter(declares).filter_map(|at| self.token(at + 1)).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    /// Looks at the blocks `if(lane_id < N) { ... }`, which is how payloads have some lanes of a warp work on an array.
+    fn barriers(&self, edits: &mut Vec<Edit>) {
+        let own = self.own_arrays();
+        let mut read: Vec<Element<'_>> = Vec::new();
+        let mut at = 0;
+        while at < self.tokens.len() {
+            let word = self.token(at);
+            if matches!(word, Some("__syncwarp" | "__shfl_down_sync" | "__device__" | "__global__")) {
+                read.clear();
+            }
+            let guarded = self.matches(at, &["if", "(", "lane_id", "<"])
+                && self.is_number(at + 4)
+                && self.matches(at + 5, &[")", "{"]);
+            let Some(end) = guarded.then(|| self.closing(at + 6, "{", "}")).flatten() else {
+                at += 1;
+                continue;
+            };
+            let block = self.block(at + 7, end, &own);
+            let overtakes = |written: &Element<'_>| {
+                read.iter().any(|earlier| earlier.array == written.array && earlier.index != written.index)
+            };
+            if block.written.iter().any(overtakes) {
+                let start = self.tokens[at].start;
+                edits.push(Edit { start, end: start, text: "__syncwarp(); ".to_owned() });
+                read.clear();
+            }
+            read.extend(block.read);
+            at = end + 1;
+        }
+    }
+
+    /// Looks for blocks that follow each other in a function's body.
+    fn passes(&self, edits: &mut Vec<Edit>) {
+        let mut depth = 0_usize;
+        for (at, token) in self.tokens.iter().enumerate() {
+            match token.kind {
+                TokenKind::Punct(b'{') => depth += 1,
+                TokenKind::Punct(b'}') => {
+                    depth = depth.saturating_sub(1);
+                    if depth == 1 && self.token(at + 1) == Some("{") {
+                        edits.push(Edit { start: token.end, end: token.end, text: " __syncwarp();".to_owned() });
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Looks for statements that call a device function of the source and are not followed by a barrier already.
+    fn calls(&self, edits: &mut Vec<Edit>) {
+        let functions: Vec<&str> = (0..self.tokens.len())
+            .filter(|at| self.token(*at) == Some("__device__"))
+            .filter_map(|at| (at..self.tokens.len()).find(|at| self.is_word(*at) && self.token(at + 1) == Some("(")))
+            .filter_map(|at| self.token(at))
+            .collect();
+        let mut depth = 0_usize;
+        for (at, token) in self.tokens.iter().enumerate() {
+            match token.kind {
+                TokenKind::Punct(b'{') => depth += 1,
+                TokenKind::Punct(b'}') => depth = depth.saturating_sub(1),
+                TokenKind::Word if depth > 0 && self.token(at).is_some_and(|name| functions.contains(&name)) => {
+                    let open = if self.token(at + 1) == Some("<") {
+                        self.closing(at + 1, "<", ">").map(|close| close + 1)
+                    } else {
+                        Some(at + 1)
+                    };
+                    let close = open
+                        .filter(|open| self.token(*open) == Some("("))
+                        .and_then(|open| self.closing(open, "(", ")"))
+                        .filter(|close| self.token(close + 1) == Some(";"));
+                    if let Some(close) = close {
+                        if !matches!(self.token(close + 2), Some("__syncwarp" | "else")) {
+                            let end = self.tokens[close + 1].end;
+                            edits.push(Edit { start: end, end, text: " __syncwarp();".to_owned() });
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// The arrays that the statements between two tokens read and assign to, without those of the lane itself. Adding to
+    /// an element is neither: every lane adds to its own.
+    fn block(&self, first: usize, end: usize, own: &[&str]) -> Block<'a> {
+        let mut block = Block::default();
+        let mut assigned = false;
+        let mut at = first;
+        while at < end {
+            match self.token(at) {
+                Some(";") => assigned = false,
+                Some("=") => assigned = true,
+                _ => {}
+            }
+            let Some(close) = (self.is_word(at) && self.token(at + 1) == Some("["))
+                .then(|| self.closing(at + 1, "[", "]"))
+                .flatten()
+                .filter(|close| *close < end)
+            else {
+                at += 1;
+                continue;
+            };
+            let element = Element {
+                array: self.token(at).unwrap_or_default(),
+                index: self.source[self.tokens[at + 1].end..self.tokens[close].start].trim(),
+            };
+            if own.binary_search(&element.array).is_err() {
+                if assigned {
+                    block.read.push(element);
+                } else if self.token(close + 1) == Some("=") && self.token(close + 2) != Some("=") {
+                    block.written.push(element);
+                }
+            }
+            at = close + 1;
+        }
+        block
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed test should panic")]
+
+    use super::*;
+
+    #[test]
+    fn shared_memory_becomes_a_pointer() {
+        for (declared, pointer) in [
+            ("extern __shared__ char s[];", "char* const s = OEQ_HOST_SHARED(char);"),
+            ("extern  __shared__ /* all */ float\n  arena [ ] ;", "float* const arena = OEQ_HOST_SHARED(float);"),
+            (
+                "extern __shared__ __align__(16) unsigned char s[];",
+                "unsigned char* const s = OEQ_HOST_SHARED(unsigned char);",
+            ),
+        ] {
+            let program = format!("__global__ void forward() {{ {declared} s[0] = 1; }} // __shared__");
+            let expected = format!("__global__ void forward() {{ {pointer} s[0] = 1; }} // __shared__");
+            assert_eq!(for_host(&program).unwrap(), expected);
+        }
+        for declared in
+            ["__shared__ float tile[32];", "extern __shared__ float s;", "extern __shared__ s[];", "extern __shared__"]
+        {
+            let error = for_host(&format!("\n__global__ void forward() {{ {declared}")).unwrap_err();
+            assert!(
+                error.message().contains("line 2") && error.message().contains("__shared__ type name[]"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_sum_over_the_warp_becomes_one_call() {
+        let head = "for (int o = 16; o > 0; o /= 2)";
+        let sum = format!("{head} {{ l2[j + 1] += __shfl_down_sync(FULL_MASK, l2[j + 1], o); }} done();");
+        assert_eq!(for_host(&sum).unwrap(), "l2[j + 1] = oeq_host::sum_down(l2[j + 1]); done();");
+        for other in [
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, y, o); }}"),
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, x, 1); }}"),
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, x, o) * 2; }}"),
+            format!("{head} {{ x += __shfl_down_sync(FULL_MASK, x, o); n++; }}"),
+            format!("{head} {{ x = __shfl_down_sync(FULL_MASK, x, o); }}"),
+            "for (int o = 8; o > 0; o /= 2) { x += __shfl_down_sync(FULL_MASK, x, o); }".to_owned(),
+        ] {
+            assert_eq!(for_host(&other).unwrap(), other);
+        }
+    }
+
+    const READ: &str = "float r[3]; if(lane_id < 16) { r[0] = scratch[0 + lane_id * 3 + 0]; }";
+
+    #[test]
+    fn a_write_that_would_overtake_other_lanes_reads_waits_for_them() {
+        let write = "if(lane_id < 16) { scratch[0 + lane_id + 16] = r[0] * 1.0; }";
+        let program = |between: &str| format!("__device__ void f() {{ {READ} {between} {write} }}");
+        assert_eq!(for_host(&program("x += r[0];")).unwrap(), program("x += r[0]; __syncwarp();"));
+        for barrier in ["__syncwarp();", "x = __shfl_down_sync(FULL_MASK, x, 1);"] {
+            assert_eq!(for_host(&program(barrier)).unwrap(), program(barrier));
+        }
+    }
+
+    #[test]
+    fn passes_wait_for_each_other() {
+        let program = "__global__ void f() { { a(); if (x) { b(); } { c(); } } { d(); }\n {} } void g() {}";
+        let expected = "__global__ void f() { { a(); if (x) { b(); } { c(); } } __syncwarp(); { d(); } __syncwarp();\n {} } void g() {}";
+        assert_eq!(for_host(program).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_a_device_function_did_is_done_by_all_lanes() {
+        let program = |after: &str| {
+            format!(
+                "template<int N> __device__ __forceinline__ void add(float* c) {{ c[0] += N; }}\n\
+                 __device__ int get(int n) {{ return n; }} __global__ void f() {{ add<24>(c);{after} g(get(1)); add<1>(c); __syncwarp(); }}"
+            )
+        };
+        assert_eq!(for_host(&program("")).unwrap(), program(" __syncwarp();"));
+    }
+
+    #[test]
+    fn what_every_lane_does_in_its_own_place_needs_no_barrier() {
+        for after in [
+            "if(lane_id < 16) { scratch[0 + lane_id * 3 + 0] = r[0]; }",
+            "if(lane_id < 16) { scratch[offset] += r[0]; }",
+            "if(lane_id < 16) { other[0 + lane_id] = r[0]; r[1] = 2; }",
+            "} __device__ void g() { if(lane_id < 16) { scratch[0 + lane_id + 16] = r[0]; }",
+        ] {
+            let program = format!("__device__ void f() {{ {READ} {after} }}");
+            assert_eq!(for_host(&program).unwrap(), program);
+        }
+    }
+}

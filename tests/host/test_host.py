@@ -1,0 +1,235 @@
+"""The host platform through a real XLA: jax's CPU runtime, with real payloads made on the spot.
+
+Environment: OEQ_NATIVE_LIBRARY, the library to test (what the module finds by itself by default); OEQ_TEST_OPENEQUIVARIANCE,
+the folder that holds openequivariance-VERSION (target/test-cache by default); OEQ_TEST_PYTHON, the interpreter with jax (this
+one by default).
+"""
+
+import json
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SOURCES = pathlib.Path(os.environ.get("OEQ_TEST_OPENEQUIVARIANCE", ROOT / "target" / "test-cache"))
+VERSION = "0.7.0"
+
+PREPARE = """
+import json, os, threading
+import jax, numpy as np
+import jax.numpy as jnp
+import openequivariance_extjax as module
+import numerics, reference
+
+def failure(work):
+    try:
+        jax.block_until_ready(work())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+def case(name):
+    return reference.Case(name, **reference.cases()[name])
+
+def program(case, order=0, **attributes):
+    operands, results = case.operands(order, *case.inputs())
+    call = jax.ffi.ffi_call(f"{case.family}_{numerics.SUFFIXES[order]}", [jax.ShapeDtypeStruct(s, case.dtype) for s in results.values()])
+    return jax.jit(lambda *a: call(*a, kernel=case.payload, hash=np.int64(case.hash), **attributes)), operands
+
+numerics.register()
+"""
+
+
+def run(program, **environment):
+    """Runs a program in an interpreter of its own; returns what it printed. A value of None removes a variable."""
+    folders = (ROOT / "ffi-headers" / "python", SOURCES / f"openequivariance-{VERSION}", ROOT / "tests" / "host")
+    settings = {
+        "OEQ_NOTORCH": "1",
+        "OEQ_DEVICE": "H200",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        **environment,
+    }
+    merged = {name: value for name, value in {**os.environ, **settings}.items() if value is not None}
+    python = os.environ.get("OEQ_TEST_PYTHON", sys.executable)
+    outcome = subprocess.run([python, "-c", textwrap.dedent(program)], env=merged, capture_output=True, text=True, timeout=900)
+    assert outcome.returncode == 0, f"exit {outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
+    return outcome.stdout
+
+
+def test_every_kind_of_kernel_computes_what_the_definition_says():
+    printed = run("import numerics, sys; wrong = numerics.main(); print('WRONG' if wrong else 'RIGHT')")
+    print(printed)
+    assert printed.splitlines()[-1] == "RIGHT", printed
+
+
+def test_forces_and_their_derivatives_agree_with_finite_differences():
+    """A small model's energy by OpenEquivariance's own jax functions, differentiated once and twice by jax."""
+    printed = run(
+        PREPARE
+        + """
+import openequivariance as oeq
+from openequivariance.jax.jvp import conv_prim, tp_prim
+from jax.extend import core
+from jax.interpreters import mlir
+
+# OpenEquivariance tells jax how to lower its primitives for GPUs; for the CPU it is the same call.
+for primitives in (conv_prim, tp_prim):
+    for each in vars(primitives).values():
+        if isinstance(each, core.Primitive):
+            mlir.register_lowering(each, mlir.lower_fun(each.impl, multiple_results=each.multiple_results), platform="cpu")
+
+random = np.random.default_rng(0)
+for deterministic in (False, True):
+    problem = reference.problem("uvu", (8, 1, 0), (1, 1, 2), np.float64)
+    conv = oeq.jax.TensorProductConv(problem, deterministic=deterministic)
+    pairs = np.array([(a, b) for a in range(5) for b in range(5) if a != b])
+    rows, cols = pairs.T.astype(np.int32)
+    graph = (rows, cols) + ((np.lexsort((rows, cols)).astype(np.int32),) if deterministic else ())
+    features = random.standard_normal((5, problem.irreps_in1.dim))
+    weights = random.standard_normal((len(rows), problem.weight_numel))
+    mix = random.standard_normal(problem.irreps_out.dim)
+
+    @jax.jit
+    def energy(positions):
+        between = positions[rows] - positions[cols]
+        length = jnp.linalg.norm(between, axis=1, keepdims=True)
+        harmonics = jnp.concatenate([jnp.ones_like(length), jnp.sqrt(3) * between[:, jnp.array([1, 2, 0])] / length], axis=1)
+        return jnp.sum(jnp.tanh(conv.forward(features, harmonics, weights * jnp.exp(-length), *graph) @ mix * 0.05))
+
+    forces = jax.jit(jax.grad(energy))
+    loss = jax.jit(lambda p: jnp.sum(jnp.sin(forces(p))))
+    positions = 2 * random.standard_normal((5, 3))
+    for function, derivative in ((energy, forces), (loss, jax.jit(jax.grad(loss)))):
+        step, found = 1e-5, np.zeros((5, 3))
+        for place in np.ndindex(5, 3):
+            there, back = positions.copy(), positions.copy()
+            there[place] += step
+            back[place] -= step
+            found[place] = (function(there) - function(back)) / (2 * step)
+        exact = np.asarray(derivative(positions))
+        print(np.abs(found - exact).max() / np.abs(exact).max(), np.abs(exact).max())
+"""
+    )
+    errors = [line.split() for line in printed.splitlines()]
+    assert len(errors) == 4
+    for error, size in errors:
+        assert float(error) < 1e-7 and float(size) > 1e-4, printed
+
+
+def test_threads_share_executables_and_get_the_right_numbers():
+    """Eight threads, one executable for all and one for each, four payloads, one of them with atomics."""
+    printed = run(
+        PREPARE
+        + """
+names = ["conv_det_uvu_narrow_f64", "tp_uvu_narrow_f64", "conv_uvu_narrow_f64", "tp_uvw_narrow_f64_small"]
+cases = [case(name) for name in names]
+wanted = [c.expected(1, *c.inputs()) for c in cases]
+shared = [program(c, 1)[0] for c in cases]
+errors, start = [], threading.Barrier(8)
+
+def work(index):
+    start.wait()
+    for turn in range(6):
+        which = (index + turn) % 4
+        c = cases[which]
+        mine, operands = program(c, 1)
+        for each in (shared[which], mine):
+            for name, value in zip(wanted[which], each(*operands)):
+                errors.append(c.error(name, np.asarray(value), wanted[which][name]))
+
+threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(json.dumps([len(errors), max(errors), module.stats()]))
+""",
+        OEQ_HOST_THREADS="4",
+    )
+    count, error, counters = json.loads(printed)
+    assert count == 8 * 6 * 2 * 3
+    assert error < 8e-15
+    assert counters["kernels_interned"] == 4 and counters["compiled"] == 4
+
+
+def test_a_handler_without_its_other_stages_works():
+    printed = run(
+        PREPARE.replace("numerics.register()", "")
+        + """
+for name, stages in module.registrations("cpu").items():
+    jax.ffi.register_ffi_target(name, stages["execute"], platform="cpu")
+c = case("tp_uvu_narrow_f64")
+call, operands = program(c)
+(value,) = call(*operands)
+print(c.error("L3", np.asarray(value), c.expected(0, *c.inputs())["L3"]))
+"""
+    )
+    assert float(printed) < 8e-15
+
+
+@pytest.mark.parametrize("explicit", [None, "/nowhere/c++", "nowhere-c++", "/bin/false"])
+def test_without_a_compiler_instantiate_says_how_to_get_one(explicit):
+    printed = run(
+        PREPARE
+        + """
+os.environ["PATH"] = "/nowhere"
+call, operands = program(case("tp_uvu_narrow_f64"))
+print(failure(lambda: call.lower(*operands).compile() and None))
+""",
+        OEQ_CXX=explicit,
+    )
+    assert printed.startswith("JaxRuntimeError: FAILED_PRECONDITION: "), printed
+    assert "tp_forward, instantiate" in printed and "apt install g++" in printed and "OEQ_CXX" in printed, printed
+    for name in [explicit] if explicit else ["c++", "g++", "clang++"]:
+        assert name in printed, printed
+
+
+def test_a_program_that_does_not_compile_shows_the_compilers_log_to_everybody():
+    printed = run(
+        PREPARE
+        + """
+c = case("tp_uvu_narrow_f64")
+for broken in ("L3_out = nonsense;", "__shared__ float tile[4];"):
+    payload = json.loads(c.payload)
+    payload["kernel"] = payload["kernel"].replace("size_t num_products,", "size_t num_products, ", 1).replace("extern __shared__", broken + " extern __shared__", 1)
+    c.payload = json.dumps(payload)
+    call, operands = program(c)
+    compiled = call.lower(*operands).compile()
+    errors = [failure(lambda: compiled(*operands)) for _ in range(2)]
+    assert errors[0] == errors[1]
+    print(json.dumps(errors[0]))
+print(module.stats()["failed"])
+"""
+    ).splitlines()
+    for line, words in zip(printed, (["nonsense", ".cu:", "does not compile"], ["__shared__ type name[]", "line "])):
+        error = json.loads(line)
+        assert error.startswith("JaxRuntimeError: INVALID_ARGUMENT: ") and "tp_forward, execute" in error, error
+        for word in words:
+            assert word in error, error
+
+
+def test_temporary_files_are_private_and_go_away(tmp_path):
+    """A directory whose name would be a disaster in a shell; a compiler that looks around before it does its work."""
+    folder = tmp_path / "a $(touch pwned) 'b' \\"
+    folder.mkdir()
+    witness, compiler = tmp_path / "witness", tmp_path / "my c++"
+    compiler.write_text(f"#!/bin/sh\nstat -c %a . >> '{witness}'\nexec c++ \"$@\"\n")
+    compiler.chmod(stat.S_IRWXU)
+    printed = run(
+        PREPARE
+        + """
+c = case("tp_uvu_narrow_f64")
+call, operands = program(c)
+print(c.error("L3", np.asarray(call(*operands)[0]), c.expected(0, *c.inputs())["L3"]))
+""",
+        TMPDIR=str(folder),
+        OEQ_CXX=str(compiler),
+    )
+    assert float(printed) < 8e-15
+    assert witness.read_text().split()[-1] == "700"
+    assert list(folder.iterdir()) == [] and not list(tmp_path.rglob("pwned"))
