@@ -150,18 +150,17 @@ fn one(door: u32, platform: &str, path: &str) {
         // What XLA holds now is shown by what it refuses: the same name with one function less or more.
         for entry in &registry::table().unwrap().entries {
             let target = entry.descriptor;
+            let whole = target.bundle_on(platform).unwrap();
+            let execute = target.stateless_on(platform).unwrap();
             let same = match report.door {
-                Door::ExecuteOnly => ffi::HandlerBundle {
-                    instantiate: None,
-                    initialize: None,
-                    execute: Some(target.stateless),
-                    ..target.bundle
-                },
-                _ => target.bundle,
+                Door::ExecuteOnly => {
+                    ffi::HandlerBundle { instantiate: None, prepare: None, initialize: None, execute: Some(execute) }
+                }
+                _ => whole,
             };
             api.register_handler(target.name, platform.name(), same, target.traits).unwrap();
             let other = ffi::HandlerBundle { initialize: same.execute, ..same };
-            let other = ffi::HandlerBundle { instantiate: same.instantiate.xor(target.bundle.instantiate), ..other };
+            let other = ffi::HandlerBundle { instantiate: same.instantiate.xor(whole.instantiate), ..other };
             let error = api.register_handler(target.name, platform.name(), other, target.traits).unwrap_err();
             assert!(error.message().contains("different bundle"), "{error}");
         }

@@ -6,6 +6,7 @@ usage: make_models.py FOLDER
   both.jaxexport                              the same, for CPU and CUDA in one artifact
   oeq.jaxexport                               a tensor product's custom call, lowered for the CPU
   inputs/*.npy, expected/*.npy                inputs and jax's outputs of plain
+  expected-oeq/*.npy                          what the kernel of oeq computes
 """
 
 import json
@@ -45,10 +46,18 @@ exported = jax.export.export(jax.jit(plain), platforms=["cpu"])(*shapes)
 both = jax.export.export(jax.jit(plain), platforms=["cuda", "cpu"])(*shapes)
 (folder / "both.jaxexport").write_bytes(both.serialize())
 
-# A payload of our own, in OpenEquivariance's form; nothing compiles it here.
-source = "".join(
+# A payload of our own, in OpenEquivariance's form. What it computes is easily told: no tensor product.
+source = """
+__global__ void forward(
+    size_t products, const float* L1_in, const float* L2_in, float* L3_out, const float* weights) {
+  const size_t stride = (size_t)gridDim.x * blockDim.x;
+  for (size_t row = (size_t)blockIdx.x * blockDim.x + threadIdx.x; row < products; row += stride)
+    for (int j = 0; j < 10; ++j)
+      L3_out[row * 10 + j] = L1_in[row * 6 + j % 6] + 2 * L2_in[row * 4 + j % 4] + 4 * weights[row * 8 + j % 8];
+}
+""" + "".join(
     f"__global__ void {name}(float* a) {{ a[0] = 1.0f; }}\n"
-    for name in ("forward", "backward", "double_backward_A", "double_backward_B")
+    for name in ("backward", "double_backward_A", "double_backward_B")
 )
 launch = {"num_blocks": 8, "num_threads": 64, "warp_size": 32, "smem": 0}
 payload = {
@@ -72,5 +81,9 @@ shapes = [jax.ShapeDtypeStruct((5, size), jnp.float32) for size in (6, 4, 8)]
 checks = [jax.export.DisabledSafetyCheck.custom_call("tp_forward")]
 oeq = jax.export.export(jax.jit(product), platforms=["cpu"], disabled_checks=checks)(*shapes)
 (folder / "oeq.jaxexport").write_bytes(oeq.serialize())
-for shape, name in zip(shapes, "xyw"):
-    np.save(folder / "inputs" / f"{name}.npy", np.ones(shape.shape, np.float32))
+tensors = [random.standard_normal(shape.shape, dtype=np.float32) for shape in shapes]
+for tensor, name in zip(tensors, "xyw"):
+    np.save(folder / "inputs" / f"{name}.npy", tensor)
+x, y, w = (tensor[:, np.arange(10) % tensor.shape[1]] for tensor in tensors)
+(folder / "expected-oeq").mkdir(exist_ok=True)
+np.save(folder / "expected-oeq" / "output_0.npy", x + 2 * y + 4 * w)
