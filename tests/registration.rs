@@ -78,3 +78,11 @@ fn both_table_layouts_hold_the_same_handlers() {
     let info = unsafe { &*(*three.types).type_info.cast::<ffi::TypeInfo>() };
     assert!(info.deleter.is_some());
 }
+
+#[cfg(not(feature = "host"))]
+#[test]
+fn a_library_without_the_host_platform_says_so() {
+    let error = register(3, c"Host").unwrap_err();
+    assert!(error.contains("UNIMPLEMENTED") && error.contains("feature `host`"), "{error}");
+    assert!(unsafe { capi::oeq_ffi_handler_table_on(3, c"Host".as_ptr()) }.is_null());
+}
