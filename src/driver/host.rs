@@ -3,12 +3,13 @@
 //!
 //! A block is run by the image's own code (`kernels/host/oeq_host.h`), in memory that this side provides: a region with
 //! the stacks of a warp's lanes, and the block's shared memory. Each thread that works on a grid has a [`Place`] of both.
-//! Blocks are handed out one by one, so that threads which are late or slow hold nobody up.
+//! Each begins with blocks that lie together, and then takes what others have left of theirs, one by one, so that threads
+//! which are late or slow hold nobody up.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
@@ -143,10 +144,18 @@ struct Grid {
     blocks: u32,
     threads: u32,
     shared_bytes: u32,
-    next: AtomicU32,
+    /// For each share of the grid, a run of blocks, the next one in it.
+    next: SmallVec<[AtomicU32; 16]>,
+    /// Threads that have come so far.
+    came: AtomicUsize,
     places: Arc<Mutex<Vec<Place>>>,
     team: Mutex<Team>,
     left: Condvar,
+}
+
+fn first_of(share: usize, shares: usize, blocks: u32) -> u32 {
+    let first = u64::from(blocks) * share as u64 / shares as u64;
+    u32::try_from(first).unwrap_or(blocks)
 }
 
 /// Who works on a grid besides the caller.
@@ -169,18 +178,29 @@ impl Grid {
         let known = lock(&self.places).pop();
         let mut place = known.map_or_else(Place::new, Ok)?;
         let shared = place.shared(self.shared_bytes)?;
-        loop {
-            // Never wraps: each thread goes past the end once.
-            let block = self.next.fetch_add(1, Ordering::Relaxed);
-            if block >= self.blocks {
-                break;
+        // Blocks beside each other add to the same sums, so each thread begins with a share of its own.
+        let own = self.came.fetch_add(1, Ordering::Relaxed);
+        let shares = self.next.len();
+        for share in (own..own + shares).map(|share| share % shares) {
+            let end = self.first_of(share + 1);
+            loop {
+                // Never wraps: each thread goes past the end once.
+                let block = self.next[share].fetch_add(1, Ordering::Relaxed);
+                if block >= end {
+                    break;
+                }
+                // SAFETY: the function is an image's, which has this type; the place is this thread's alone and as large
+                // as the image was compiled for; the parameters are the caller's.
+                unsafe { (self.run)(place.region, self.parameters, block, self.blocks, self.threads, shared) };
             }
-            // SAFETY: the function is an image's, which has this type; the place is this thread's alone and as large as
-            // the image was compiled for; the parameters are the caller's.
-            unsafe { (self.run)(place.region, self.parameters, block, self.blocks, self.threads, shared) };
         }
         lock(&self.places).push(place);
         Ok(())
+    }
+
+    /// The first block of a share.
+    fn first_of(&self, share: usize) -> u32 {
+        first_of(share, self.next.len(), self.blocks)
     }
 
     /// A helper's whole visit.
@@ -265,6 +285,7 @@ impl Driver for Host {
             let words = &work.words[launch.words.clone()];
             let parameters: SmallVec<[*mut c_void; 16]> =
                 launch.parameters.iter().map(|first| words[usize::from(*first)..].as_ptr().cast_mut().cast()).collect();
+            let shares = self.threads.min(launch.blocks as usize).max(1);
             let grid = Arc::new(Grid {
                 // SAFETY: the function came from `load`, which looked it up as one of this type.
                 run: unsafe { std::mem::transmute::<usize, RunBlock>(function.0) },
@@ -272,12 +293,13 @@ impl Driver for Host {
                 blocks: launch.blocks,
                 threads: launch.threads,
                 shared_bytes: launch.shared_bytes,
-                next: AtomicU32::new(0),
+                next: (0..shares).map(|share| AtomicU32::new(first_of(share, shares, launch.blocks))).collect(),
+                came: AtomicUsize::new(0),
                 places: Arc::clone(&self.places),
                 team: Mutex::default(),
                 left: Condvar::new(),
             });
-            for _ in 1..self.threads.min(launch.blocks as usize) {
+            for _ in 1..shares {
                 let grid = Arc::clone(&grid);
                 // A thread that cannot be had is not needed.
                 drop(self.team.submit(0, Box::new(move || grid.help())));
