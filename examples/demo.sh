@@ -5,7 +5,8 @@
 #
 # Makes its own Python environment under target/, exports a MACE-like model with eight OpenEquivariance convolutions for
 # CUDA, looks into the file, registers the handlers in a real CUDA PJRT plugin, and compiles the model's kernels side by
-# side. Where a GPU is present it also runs the model and checks energy and forces. Doing it again is quick.
+# side. Where a GPU is present it also runs the model and checks energy and forces; elsewhere it runs two smaller models on
+# the CPU, in a plugin and without Python. Doing it again is quick.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tests/setup.sh"
 architecture=${1:-sm_90}
@@ -41,5 +42,9 @@ if have_gpu; then
   export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda
   "$runner" "$ROOT/examples/export_model.py" "$(dirname "$model")" --run
 else
-  say "no GPU here: the model is not run"
+  say "no GPU here: models like it on the CPU, in a plugin without Python, against their definition in double precision"
+  quietly cargo build --release --example native_host
+  cpu_plugin=$(OEQ_PYTHON=$PYTHON "$ROOT/tests/hosts/plugins.sh" lammps-jax-pjrt-cpu==0.11.2 2>/dev/null | awk '{ print $3 }')
+  OEQ_DEVICE=${OEQ_DEVICE:-H200} JAX_PLATFORMS=cpu "$PYTHON" "$ROOT/tests/host/model.py" "$ROOT/target/demo/cpu" \
+    "$BUILD/release/examples/native_host" "$cpu_plugin"
 fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every test that needs no GPU. Sets up what they need under target/ first.
 #
-# usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link variants hosts host cut ptx calls)
+# usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link variants hosts host family cut ptx calls)
 #   rust     cargo test with all features, against real payloads, models, NVRTC and jaxlib headers
 #   python   pytest: unmodified OpenEquivariance and jax with our module
 #   older    the module and the handlers' lives again, in older releases of jax
@@ -9,13 +9,14 @@
 #   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
 #   hosts    real PJRT plugins, and hosts without Python
 #   host     kernels on the CPU: numbers of every kind of kernel, and a whole model in CPU plugins
+#   family   a crate outside that brings a target family of its own: table, tool, and a call through jax on the CPU
 #   cut      machine code of entry points compiled alone equals that of the whole program
 #   ptx      the PTX in kernels/ is what its source gives
 #   calls    instructions of warm calls, beside the recorded ones (where valgrind is installed)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 steps=("$@")
-[ $# -gt 0 ] || steps=(rust python older link variants hosts host cut ptx calls)
+[ $# -gt 0 ] || steps=(rust python older link variants hosts host family cut ptx calls)
 need cargo "install Rust 1.85 or newer"
 need cc "a C compiler builds the test programs"
 cd "$ROOT"
@@ -86,6 +87,16 @@ host_platform() {
     "$PYTHON" tests/host/model.py "$BUILD/host-models" "$host" "${plugins[@]}"
 }
 
+family() {
+  local folder=examples/own_family out=$BUILD/own-family
+  CARGO_TARGET_DIR=$out cargo test --quiet --manifest-path $folder/Cargo.toml --lib || return
+  CARGO_TARGET_DIR=$out cargo build --quiet --manifest-path $folder/Cargo.toml || return
+  "$out/debug/oeq" targets --json | grep -q '"row_norms"' || { echo "oeq targets does not list row_norms"; return 1; }
+  "$out/debug/payload" >"$out/payload.json" || return
+  OEQ_NATIVE_LIBRARY=$out/debug/libown_family.so PYTHONPATH=$ROOT/ffi-headers/python \
+    "$PYTHON" $folder/run.py "$out/payload.json"
+}
+
 ptx() {
   install_requirements ptx.txt --no-deps --upgrade --target "$CACHE/nvrtc12"
   "$PYTHON" kernels/make_ptx.py "$CACHE/nvrtc12/nvidia/cuda_nvrtc/lib/libnvrtc.so.12" --check
@@ -103,6 +114,7 @@ step link tests/link/run.sh
 step variants tests/link/variants.sh
 step hosts env OEQ_TEST_PYTHON="$PYTHON" tests/hosts/run.sh
 step host host_platform
+step family family
 step cut machine_code
 step ptx ptx
 step calls calls

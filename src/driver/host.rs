@@ -2,7 +2,7 @@
 //! returns when it is done. There are no streams.
 //!
 //! A block is run by the image's own code (`kernels/host/oeq_host.h`), in memory that this side provides: a region with
-//! the stacks of a warp's lanes, and the block's shared memory. Each thread that works on a grid has a [`Place`] of both.
+//! the stacks of a warp's lanes, and the block's shared memory. Each thread that works on a grid has a `Place` of both.
 //! Each begins with blocks that lie together, and then takes what others have left of theirs, one by one, so that threads
 //! which are late or slow hold nobody up.
 

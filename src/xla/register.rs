@@ -2,7 +2,7 @@
 //!
 //! A registration goes through a [`Door`]: XLA's own api table, or what a PJRT plugin offers in its place
 //! ([`super::pjrt`]). Not every door tells errors, so the outcome is verified: whatever the door, XLA asks each handler that
-//! it takes for its metadata, on the caller's thread, and the handlers of this crate note that they were asked ([`noted`]).
+//! it takes for its metadata, on the caller's thread, and the handlers of this crate note that they were asked (`noted`).
 
 use std::cell::RefCell;
 use std::collections::HashSet;
