@@ -113,7 +113,12 @@ fn as_child(role: &str) {
     let milliseconds = begin.elapsed().as_millis();
     println!("told {} {} {milliseconds}", stats.compiled, stats.store_hits);
     let loaded = fs::read_to_string("/proc/self/maps").unwrap().contains("libnvrtc");
-    assert_eq!(loaded, stats.compiled > 0, "whether NVRTC is in /proc/self/maps");
+    if role == "any" {
+        // It may have opened NVRTC to ask for its version and then found that others had compiled everything.
+        assert!(loaded || stats.compiled == 0, "{} units were compiled without NVRTC", stats.compiled);
+    } else {
+        assert_eq!(loaded, stats.compiled > 0, "whether NVRTC is in /proc/self/maps");
+    }
 }
 
 fn spawn(test: &str, role: &str, target: &str, tree: &Tree) -> Child {

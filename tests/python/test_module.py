@@ -189,6 +189,7 @@ LATER = """
 #include "oeq.h"
 static const OeqFfiHandlerTable table = {4, 0, 0, 0, 0};
 const OeqFfiHandlerTable* oeq_ffi_handler_table(void) { return &table; }
+const void* oeq_ffi_handler_table_on(uint32_t v, const char* p) { (void)v; (void)p; return &table; }
 const char* oeq_last_error(void) { return "the text"; }
 const char* oeq_version(void) { return "9.9.9"; }
 OeqStatus oeq_get_stats(OeqStats* s) { (void)s; return OEQ_INTERNAL; }
