@@ -49,6 +49,21 @@ impl Code {
             Self::Unavailable => "UNAVAILABLE",
         }
     }
+
+    /// The code of absl's number; [`Code::Internal`] for a number that has none here.
+    #[must_use]
+    pub(crate) const fn from_number(number: i32) -> Self {
+        match number {
+            3 => Self::InvalidArgument,
+            5 => Self::NotFound,
+            6 => Self::AlreadyExists,
+            8 => Self::ResourceExhausted,
+            9 => Self::FailedPrecondition,
+            12 => Self::Unimplemented,
+            14 => Self::Unavailable,
+            _ => Self::Internal,
+        }
+    }
 }
 
 /// What went wrong: a [`Code`] and a text for a person.
@@ -113,6 +128,15 @@ impl std::error::Error for Error {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_and_codes_are_one_another_s() {
+        for number in 0..20 {
+            let code = Code::from_number(number);
+            assert!(code as i32 == number || code == Code::Internal, "{number}");
+        }
+        assert_eq!(Code::from_number(Code::FailedPrecondition as i32), Code::FailedPrecondition);
+    }
 
     #[test]
     fn context_keeps_the_code_and_prepends_the_place() {

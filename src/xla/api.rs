@@ -152,16 +152,7 @@ impl Api {
         };
         // SAFETY: `error` is ours to destroy and is not used afterwards.
         unsafe { (*self.raw).error_destroy.map(|f| f(&raw mut destroy)) };
-        let code = match code {
-            Some(3) => Code::InvalidArgument,
-            Some(5) => Code::NotFound,
-            Some(6) => Code::AlreadyExists,
-            Some(8) => Code::ResourceExhausted,
-            Some(9) => Code::FailedPrecondition,
-            Some(12) => Code::Unimplemented,
-            Some(14) => Code::Unavailable,
-            _ => Code::Internal,
-        };
+        let code = code.map_or(Code::Internal, Code::from_number);
         Error::new(code, message)
     }
 

@@ -255,16 +255,8 @@ impl Plugin {
             if let Some(destroy_error) = (*self.raw).error_destroy {
                 destroy_error(&raw mut destroy);
             }
-            let code = match told.map(|_| code.answer & 0xffff_ffff) {
-                Some(3) => Code::InvalidArgument,
-                Some(5) => Code::NotFound,
-                Some(6) => Code::AlreadyExists,
-                Some(8) => Code::ResourceExhausted,
-                Some(9) => Code::FailedPrecondition,
-                Some(12) => Code::Unimplemented,
-                Some(14) => Code::Unavailable,
-                _ => Code::Internal,
-            };
+            let number = told.and_then(|_| i32::try_from(code.answer & 0xffff_ffff).ok());
+            let code = number.map_or(Code::Internal, Code::from_number);
             Err(Error::new(code, message))
         }
     }
