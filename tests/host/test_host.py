@@ -158,6 +158,82 @@ print(json.dumps([len(errors), max(errors), module.stats()]))
     assert counters["kernels_interned"] == 4 and counters["compiled"] == 4
 
 
+THREADS = """
+import collections, pathlib
+
+def threads():
+    \"\"\"Ticks of CPU time that each thread of the process has taken so far, and the thread's name, by its number.\"\"\"
+    found = {}
+    for each in pathlib.Path("/proc/self/task").iterdir():
+        name, fields = each.joinpath("stat").read_text().split("(", 1)[1].rsplit(")", 1)
+        found[int(each.name)] = sum(map(int, fields.split()[11:13])), name
+    return found
+"""
+
+
+def test_grids_run_on_xlas_own_threads():
+    """One long call after another on the main thread: who else works is a thread of XLA's, and none of the library's."""
+    printed = run(
+        PREPARE
+        + THREADS
+        + """
+c = reference.Case("long", "conv", mode="uvu", mul=(64, 1, 0), top=(1, 2, 2))
+operands, results = c.operands(1, *c.inputs(nodes=100, edges=2000))
+target = jax.ffi.ffi_call("conv_backward", [jax.ShapeDtypeStruct(s, c.dtype) for s in results.values()])
+call = jax.jit(lambda *a: target(*a, kernel=c.payload, hash=np.int64(c.hash)))
+jax.block_until_ready(call(*operands))
+before = threads()
+for _ in range(100):
+    jax.block_until_ready(call(*operands))
+    spent = {id: (ticks - before.get(id, (0,))[0], name) for id, (ticks, name) in threads().items()}
+    if sum(ticks for ticks, _ in spent.values()) > 300:
+        break
+print(json.dumps([os.getpid(), spent]))
+""",
+        OEQ_HOST_THREADS="2",
+        OEQ_COMPILE_THREADS="1",
+    )
+    main, spent = json.loads(printed)
+    names = [name for _, name in spent.values()]
+    # The one that compiled may still be there, and does nothing.
+    assert sum(name.startswith("oeq-") for name in names) <= 1, spent
+    assert sum(ticks for ticks, name in spent.values() if name.startswith("oeq-")) == 0, spent
+    workers = {id: ticks for id, (ticks, name) in spent.items() if "XLAEigen" in name}
+    if os.cpu_count() > 1:
+        everything = sum(ticks for ticks, _ in spent.values())
+        assert sum(workers.values()) > everything / 5, spent
+
+
+def test_calls_from_every_thread_of_xlas_do_not_stop_each_other():
+    """A program whose calls do not depend on each other, run many times at once: XLA's threads call, and are asked to help."""
+    printed = run(
+        PREPARE
+        + """
+import concurrent.futures
+c = case("conv_det_uvu_narrow_f64")
+operands, results = c.operands(1, *c.inputs())
+call = jax.ffi.ffi_call("conv_backward", [jax.ShapeDtypeStruct(s, c.dtype) for s in results.values()])
+
+@jax.jit
+def many(x, *rest):
+    # Between the calls, work that XLA gives to its threads.
+    mixed = [jnp.tanh(jnp.ones((300, 300)) * x[0, 0]) @ jnp.ones((300, 300)) for _ in range(2)]
+    calls = [call(x * (1.0 + i), *rest, kernel=c.payload, hash=np.int64(c.hash))[0] for i in range(6)]
+    return calls, sum(each.sum() for each in mixed)
+
+expected = [np.asarray(each) for each in many(*operands)[0]]
+wanted = c.expected(1, *c.inputs())["L1"]
+print(max(c.error("L1", each, wanted) for each in expected))
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    runs = [pool.submit(lambda: [np.asarray(each) for each in many(*operands)[0]]) for _ in range(200)]
+    print(all(np.array_equal(a, b) for each in runs for a, b in zip(each.result(), expected)))
+""",
+        OEQ_HOST_THREADS="16",
+    ).split()
+    # The gradient with respect to the first operand does not depend on it.
+    assert float(printed[0]) < 8e-15 and printed[1] == "True", printed
+
+
 def test_a_handler_without_its_other_stages_works():
     printed = run(
         PREPARE.replace("numerics.register()", "")
