@@ -147,6 +147,8 @@ OEQ_EXPORT OeqStatus oeq_registration_results(OeqRegistration* registration);
 
 /* Execute functions (XLA_FFI_Handler) for hosts that register one function per target and nothing else. They keep no
  * state, so every call compares its payload with the kernels that are known: microseconds more than a call with state.
+ * One function serves every platform: a call that has a GPU stream runs there, and one that XLA lends threads to, as its CPU
+ * platform does, runs on the CPU.
  * The shared library shows them under the targets' plain names too (conv_forward, ...), the static one does not. */
 struct XLA_FFI_CallFrame;
 struct XLA_FFI_Error;

@@ -75,7 +75,7 @@ fn compile(source: &str, entry_points: &[&str]) -> Result<Image, Error> {
     })
 }
 
-/// A pool of FakePool's kind, as the device knows it.
+/// A stand-in's pool, as the device knows it.
 struct Lent(FakePool);
 
 impl Lender for Lent {
@@ -307,8 +307,15 @@ fn a_task_that_begins_late_touches_nothing_that_is_gone() {
     let tasks = std::mem::take(&mut *kept.lock().unwrap());
     assert_eq!(tasks.len(), 4);
     let threads: Vec<_> = tasks.into_iter().map(|task| std::thread::spawn(|| task.run())).collect();
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for thread in threads {
+        thread.join().unwrap();
+    }
     assert_eq!(sum, [64.0 * 90.0]);
+}
+
+/// A task that is a boxed closure.
+unsafe extern "C" fn call_it(work: *mut std::ffi::c_void) {
+    unsafe { Box::from_raw(work.cast::<Box<dyn FnOnce() + Send>>())() }
 }
 
 #[test]
@@ -327,9 +334,6 @@ fn a_pool_whose_threads_all_make_calls_themselves_does_not_stop() {
                 drop(pool);
                 done.send((call, out.iter().all(|value| *value > 0))).unwrap();
             });
-            unsafe extern "C" fn call_it(work: *mut std::ffi::c_void) {
-                unsafe { Box::from_raw(work.cast::<Box<dyn FnOnce() + Send>>())() }
-            }
             let data = Box::into_raw(Box::new(work)).cast();
             assert!((real.pool.schedule)(FakeTask::new(call_it, data)).is_ok());
         }
@@ -470,6 +474,57 @@ fn the_same_payload_runs_on_two_platforms_of_one_process() {
     assert_eq!(world.take(0).len(), 0);
     let stats = Runtime::host().unwrap().stats();
     assert_eq!(stats, Runtime::global().unwrap().stats());
+}
+
+#[test]
+fn a_plain_symbol_runs_where_the_frame_comes_from() {
+    const N: usize = 5;
+    let n = i64::try_from(N).unwrap();
+    let world = world();
+    let (pool, kept) = late(4);
+    // One payload, one shape, one function: what differs is the frame, and at one place in memory the payload.
+    let payloads =
+        ["left here", "left Here"].map(|mark| payload().replacen("__global__", &format!("/* {mark} */ __global__"), 1));
+    assert_ne!(payloads[0], payloads[1]);
+    let symbol = oeq_native::registry::table().unwrap().find("tp_forward").unwrap().stateless;
+    for (round, minor) in (1..=5).chain(1..=5).enumerate() {
+        let payload = &payloads[round % 2];
+        let mut l1: Vec<f32> = (0..N * 6).map(|i| i as f32).collect();
+        let (mut l2, mut w) = (vec![round as f32; N * 4], vec![2_f32; N * 8]);
+        let mut l3 = vec![f32::NAN; N * 10];
+        let operands =
+            vec![f32s(address(&mut l1), &[n, 6]), f32s(address(&mut l2), &[n, 4]), f32s(address(&mut w), &[n, 8])];
+        let mut site = Site::new(minor, payload, 5).with(operands, vec![f32s(address(&mut l3), &[n, 10])]);
+        let stream = 0x50_0000 + u64::try_from(round).unwrap();
+        for turn in 0..3 {
+            site.context.stream = Some(stream);
+            site.call(Some(symbol), true).unwrap();
+            assert_eq!(world.take(stream).len(), 1, "the frame of a GPU");
+            assert!(l3.iter().all(|value| value.is_nan()));
+
+            (site.context.stream, site.context.pool) = (None, Some(pool.clone()));
+            site.call(Some(symbol), true).unwrap();
+            assert_eq!(world.take(stream).len() + world.take(0).len(), 0, "the frame of a CPU");
+            for (i, value) in l3.iter_mut().enumerate() {
+                let sum: f32 = l1[i / 10 * 6..i / 10 * 6 + 6].iter().sum();
+                assert_eq!(*value, 2.0 * sum + round as f32, "{round} {turn} {i}");
+                *value = f32::NAN;
+            }
+            site.context.pool = None;
+        }
+        // Neither a stream nor threads: nothing says that the memory is the CPU's.
+        let (code, text) = site.call(Some(symbol), true).unwrap_err();
+        assert!(code == 9 && text.contains("this target runs on CUDA"), "{code} {text}");
+        // What is wrong with a call is said on every platform.
+        site.context.pool = Some(pool.clone());
+        site.results[0].dimensions[1] += 1;
+        let (code, text) = site.call(Some(symbol), true).unwrap_err();
+        assert!(code == 3 && text.contains("L3_out") && text.contains("tp_forward, execute"), "{text}");
+        site.attributes.remove(0);
+        let (code, text) = site.call(Some(symbol), true).unwrap_err();
+        assert!(code == 3 && text.contains("`kernel` is missing"), "{text}");
+    }
+    drop(std::mem::take(&mut *kept.lock().unwrap()));
 }
 
 #[test]

@@ -234,19 +234,54 @@ with concurrent.futures.ThreadPoolExecutor(8) as pool:
     assert float(printed[0]) < 8e-15 and printed[1] == "True", printed
 
 
-def test_a_handler_without_its_other_stages_works():
+@pytest.mark.parametrize(
+    "handlers",
+    [
+        "{name: stages['execute'] for name, stages in module.registrations('cpu').items()}",
+        # Functions that serve every platform: they see from the frame that this is the CPU.
+        "{name: stages['execute'] for name, stages in module.registrations('CUDA').items()}",
+        "{name: jax.ffi.pycapsule(getattr(module._library, 'oeq_execute_' + name)) for name in module.registrations()}",
+        "{name: jax.ffi.pycapsule(getattr(module._library, name)) for name in module.registrations()}",
+    ],
+    ids=["host", "cuda", "symbols", "plain symbols"],
+)
+def test_a_handler_without_its_other_stages_works(handlers):
+    """Payloads of one length that differ in one byte, orders and shapes, in turns and from several threads."""
     printed = run(
         PREPARE.replace("numerics.register()", "")
+        + f"handlers = {handlers}"
         + """
-for name, stages in module.registrations("cpu").items():
-    jax.ffi.register_ffi_target(name, stages["execute"], platform="cpu")
-c = case("tp_uvu_narrow_f64")
-call, operands = program(c)
-(value,) = call(*operands)
-print(c.error("L3", np.asarray(value), c.expected(0, *c.inputs())["L3"]))
+for name, handler in handlers.items():
+    jax.ffi.register_ffi_target(name, handler, platform="cpu")
+cases = [case(name) for name in ("tp_uvu_narrow_f64", "conv_det_uvu_narrow_f64")]
+calls = [(c, order, *program(c, order), c.expected(order, *c.inputs())) for c in cases for order in range(3)]
+# The first one again, but for one byte: the signs of some results.
+other = case("tp_uvu_narrow_f64")
+changed = other.payload.replace("l3[j + 0] = L3_smem", "l3[j + 0] =-L3_smem", 1)
+assert changed != other.payload and len(changed) == len(other.payload)
+other.payload = changed
+negated = other.expected(0, *other.inputs())
+negated["L3"][:, :5] *= -1
+calls.append((other, 0, *program(other, 0), negated))
+errors = []
+
+def work():
+    # Deterministic convolutions write to an operand, their workspace.
+    mine = [(c, call, [np.array(each) for each in operands], expected) for c, _, call, operands, expected in calls]
+    for _ in range(4):
+        for c, call, operands, expected in mine:
+            for (name, wanted), value in zip(expected.items(), call(*operands)):
+                errors.append(c.error(name, np.asarray(value), wanted))
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+counters = module.stats()
+print(len(errors), max(errors), counters["kernels_interned"], counters["launches"])
 """
-    )
-    assert float(printed) < 8e-15
+    ).split()
+    assert printed[0] == str(4 * 4 * (2 * 8 + 1)) and float(printed[1]) < 8e-15, printed
+    assert printed[2:] == ["3", str(4 * 4 * 7)], printed
 
 
 @pytest.mark.parametrize("explicit", [None, "/nowhere/c++", "nowhere-c++", "/bin/false"])
