@@ -188,7 +188,8 @@ typedef struct OeqStats {
 } OeqStats;
 OEQ_EXPORT OeqStatus oeq_get_stats(OeqStats* stats);
 
-/* ---- Compiled kernels ------------------------------------------------------------------------------------------------ */
+/* ---- Compiled kernels ------------------------------------------------------------------------------------------------
+ * What follows is for both platforms, whenever it is called: before or after either is first used. */
 
 /* Uses a bundle of compiled kernels (made by `oeq compile --out`, or by oeq_export_compiled) before the store and the
  * compiler: with every kernel in it, neither NVRTC nor a writable disk is needed. Several add up; those of OEQ_BUNDLE come

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 
 use common::*;
 use oeq_native::compile::host::HostCompiler;
-use oeq_native::compile::{Architecture, Compiler, Image, Program};
+use oeq_native::compile::{Architecture, Bundle, Compiler, Image, Program};
 use oeq_native::driver::host::{Host, Lender, Task, Threads};
 use oeq_native::driver::{Driver, Function, FunctionSpec, LaunchSpec, Stream, Work, Zero};
 use oeq_native::xla::ffi;
@@ -525,6 +525,40 @@ fn a_plain_symbol_runs_where_the_frame_comes_from() {
         assert!(code == 3 && text.contains("`kernel` is missing"), "{text}");
     }
     drop(std::mem::take(&mut *kept.lock().unwrap()));
+}
+
+#[test]
+fn what_is_asked_of_the_runtime_is_answered_for_both_platforms() {
+    let n = 3;
+    world();
+    let heard = Arc::new(Mutex::new(Vec::new()));
+    let hear = Arc::clone(&heard);
+    oeq_native::runtime::set_progress(Some(Arc::new(move |event: &oeq_native::compile::Progress<'_>| {
+        hear.lock().unwrap().push((event.unit.to_owned(), event.done, event.total));
+    })));
+    let payload = payload().replacen("__global__", "/* of both */ __global__", 1);
+    let (mut l1, mut l2, mut w, mut l3) = (vec![0_f32; 18], vec![0_f32; 12], vec![0_f32; 24], vec![0_f32; 30]);
+    let operands =
+        vec![f32s(address(&mut l1), &[n, 6]), f32s(address(&mut l2), &[n, 4]), f32s(address(&mut w), &[n, 8])];
+    let mut site = Site::new(5, &payload, 5).with(operands, vec![f32s(address(&mut l3), &[n, 10])]);
+    site.context.stream = Some(0x60_0000);
+    site.run("tp_forward").unwrap();
+    // A call site of its own: a state belongs to a platform.
+    let mut site = Site::new(5, &payload, 5).with(site.operands.clone(), site.results.clone());
+    site.call(host_bundle("tp_forward").execute, true).unwrap();
+    oeq_native::runtime::set_progress(None);
+    let heard = heard.lock().unwrap();
+    for target in ["host", "sm_90"] {
+        assert!(heard.iter().any(|(unit, _, _)| *unit == format!("tensor_product/forward for {target}")), "{heard:?}");
+    }
+    assert!(heard.iter().all(|(_, done, total)| done <= total), "{heard:?}");
+    let bundle = Bundle::from_bytes("both", Runtime::global().unwrap().export_compiled()).unwrap();
+    let own = Bundle::from_bytes("one", Runtime::host().unwrap().export_compiled()).unwrap();
+    let targets = |bundle: &Bundle| -> std::collections::BTreeSet<String> {
+        bundle.images().map(|stored| stored.unwrap().target).collect()
+    };
+    assert_eq!(targets(&own).into_iter().collect::<Vec<_>>(), ["host"]);
+    assert_eq!(targets(&bundle).into_iter().collect::<Vec<_>>(), ["host", "sm_80", "sm_90"]);
 }
 
 #[test]

@@ -315,6 +315,115 @@ print(c.error("L3", np.asarray(call(*operands)[0]), c.expected(0, *c.inputs())["
         assert float(printed[0]) < 8e-15 and printed[1] == compiled, printed
 
 
+BUNDLES = """
+import ctypes
+library = module._library
+library.oeq_load_bundle.argtypes = [ctypes.c_char_p]
+library.oeq_load_bundle_bytes.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+library.oeq_export_compiled.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)]
+library.oeq_free_bytes.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+class Progress(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint64), ("unit", ctypes.c_char_p), ("step", ctypes.c_int32),
+                ("seconds", ctypes.c_double), ("done", ctypes.c_uint64), ("total", ctypes.c_uint64)]
+
+Callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(Progress), ctypes.c_void_p)
+heard = []
+
+@Callback
+def hear(event, user):
+    e = event.contents
+    heard.append((e.unit.decode(), e.step, e.done, e.total))
+
+library.oeq_set_progress.argtypes = [Callback, ctypes.c_void_p]
+
+def check(status):
+    assert status == 0, library.oeq_last_error()
+
+def use(name):
+    c = case(name)
+    call, operands = program(c)
+    return c.error("L3", np.asarray(call(*operands)[0]), c.expected(0, *c.inputs())["L3"])
+
+def export():
+    data, size = ctypes.c_void_p(), ctypes.c_size_t()
+    check(library.oeq_export_compiled(data, size))
+    copy = ctypes.string_at(data, size.value)
+    library.oeq_free_bytes(data, size)
+    return copy
+"""
+# Units as the progress callback names them, and its steps.
+TP, CONV = "tensor_product/forward for host", "convolution/forward+fixup_forward for host"
+QUEUED, FROM_BUNDLE = 0, 5
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """Two compiled kernels, as oeq_export_compiled gives them."""
+    path = tmp_path_factory.mktemp("bundle") / "host.oeqb"
+    printed = run(
+        PREPARE
+        + BUNDLES
+        + f"""
+empty = len(export())
+errors = [use("tp_uvu_narrow_f64"), use("conv_det_uvu_narrow_f64")]
+bundle = export()
+open({str(path)!r}, "wb").write(bundle)
+print(json.dumps([errors, empty < len(bundle)]))
+"""
+    )
+    assert max(json.loads(printed)[0]) < 8e-15 and json.loads(printed)[1], printed
+    return path
+
+
+FILE, BYTES = "oeq_load_bundle(path)", "oeq_load_bundle_bytes(data, len(data))"
+
+
+@pytest.mark.parametrize(
+    "when, load",
+    [
+        ("before anything", FILE),
+        ("before anything", BYTES),
+        ("after the runtime", FILE),
+        ("after the host", BYTES),
+        ("after the host", FILE),
+        ("from the environment", None),
+    ],
+)
+def test_bundles_and_listeners_reach_the_host_whenever_they_are_given(bundle, when, load):
+    """There is no compiler but in one case, where it is needed: what is not compiled came out of the bundle."""
+    give = f"""
+path = {str(bundle)!r}.encode()
+data = open(path, "rb").read()
+check(library.{load})
+check(library.oeq_set_progress(hear, None))
+"""
+    use = """
+print(use("tp_uvu_narrow_f64"))
+print(use("conv_det_uvu_narrow_f64"))
+"""
+    first = "print(use('tp_uvw_narrow_f64_small'))\n"
+    program, environment = {
+        "before anything": (give + use, {"OEQ_CXX": "/nowhere/c++"}),
+        "after the runtime": ("module.stats()\n" + give + use, {"OEQ_CXX": "/nowhere/c++"}),
+        "after the host": (first + give + use, {}),
+        "from the environment": ("check(library.oeq_set_progress(hear, None))\n" + use,
+                                 {"OEQ_CXX": "/nowhere/c++", "OEQ_BUNDLE": str(bundle)}),
+    }[when]  # fmt: skip
+    report = "print(json.dumps([heard, module.stats()]))"
+    printed = run(PREPARE + BUNDLES + program + report, **environment).splitlines()
+    errors, (heard, counters) = printed[:-1], json.loads(printed[-1])
+    before = when == "after the host"
+    assert len(errors) == 2 + before and all(float(error) < 8e-15 for error in errors), printed
+    assert (counters["compiled"], counters["failed"], counters["launches"]) == (before, 0, 2 + before), counters
+    # Each unit is queued and comes from the bundle, and the numbers count everything of the process.
+    assert sorted(heard) == sorted(
+        [unit, step, done + before, total + before]
+        for unit, at in ((TP, 0), (CONV, 1))
+        for step, done, total in ((QUEUED, at, at + 1), (FROM_BUNDLE, at + 1, at + 1))
+    ), heard
+
+
 def test_a_program_that_does_not_compile_shows_the_compilers_log_to_everybody():
     printed = run(
         PREPARE
