@@ -20,9 +20,10 @@ def measure():
     import jax
     import numpy as np
     import numerics
+    import openequivariance_extjax as module
     import reference
 
-    numerics.register()
+    module.enable_host()
     total, compiling = 0.0, 0.0
     for name, (mul, top) in LAYERS.items():
         case = reference.Case(name, "conv", mode="uvu", mul=mul, top=top)

@@ -41,13 +41,13 @@ def program(case, order=0, **attributes):
     call = jax.ffi.ffi_call(f"{case.family}_{numerics.SUFFIXES[order]}", [jax.ShapeDtypeStruct(s, case.dtype) for s in results.values()])
     return jax.jit(lambda *a: call(*a, kernel=case.payload, hash=np.int64(case.hash), **attributes)), operands
 
-numerics.register()
+module.enable_host()
 """
 
 
-def run(program, **environment):
+def run(program, version=VERSION, **environment):
     """Runs a program in an interpreter of its own; returns what it printed. A value of None removes a variable."""
-    folders = (ROOT / "ffi-headers" / "python", SOURCES / f"openequivariance-{VERSION}", ROOT / "tests" / "host")
+    folders = (ROOT / "ffi-headers" / "python", SOURCES / f"openequivariance-{version}", ROOT / "tests" / "host")
     settings = {
         "OEQ_NOTORCH": "1",
         "OEQ_STORE": "off",
@@ -73,19 +73,11 @@ def test_every_kind_of_kernel_computes_what_the_definition_says():
 def test_forces_and_their_derivatives_agree_with_finite_differences():
     """A small model's energy by OpenEquivariance's own jax functions, differentiated once and twice by jax."""
     printed = run(
-        PREPARE
+        PREPARE.replace("module.enable_host()", "")
         + """
 import openequivariance as oeq
-from openequivariance.jax.jvp import conv_prim, tp_prim
-from jax.extend import core
-from jax.interpreters import mlir
 
-# OpenEquivariance tells jax how to lower its primitives for GPUs; for the CPU it is the same call.
-for primitives in (conv_prim, tp_prim):
-    for each in vars(primitives).values():
-        if isinstance(each, core.Primitive):
-            mlir.register_lowering(each, mlir.lower_fun(each.impl, multiple_results=each.multiple_results), platform="cpu")
-
+module.enable_host()
 random = np.random.default_rng(0)
 for deterministic in (False, True):
     problem = reference.problem("uvu", (8, 1, 0), (1, 1, 2), np.float64)
@@ -122,6 +114,97 @@ for deterministic in (False, True):
     assert len(errors) == 4
     for error, size in errors:
         assert float(error) < 1e-7 and float(size) > 1e-4, printed
+
+
+@pytest.mark.parametrize("version", ["0.7.0", "0.6.8"])
+def test_enable_host_is_all_that_openequivariance_needs(version):
+    """Both operators, by themselves and in programs, forwards and backwards, from several threads; and an export for two
+    platforms at once."""
+    printed = run(
+        """
+import json, threading
+import openequivariance_extjax as module
+threads = [threading.Thread(target=module.enable_host) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+module.enable_host()
+
+import jax, jax.export, numpy as np, jax.numpy as jnp
+import openequivariance as oeq
+import reference
+
+random = np.random.default_rng(0)
+problem = reference.problem("uvu", (8, 1, 0), (1, 1, 2), np.float64)
+product = oeq.jax.TensorProduct(problem)
+conv = oeq.jax.TensorProductConv(problem, deterministic=False)
+rows, cols = random.integers(0, 5, (2, 20)).astype(np.int32)
+x = random.standard_normal((5, problem.irreps_in1.dim))
+y = random.standard_normal((20, problem.irreps_in2.dim))
+w = random.standard_normal((20, problem.weight_numel))
+
+def by_products(x, y, w):
+    return jax.ops.segment_sum(product.forward(x[cols], y, w), rows, 5)
+
+def by_conv(x, y, w):
+    return conv.forward(x, y, w, rows, cols)
+
+def all_of(function):
+    value = lambda *a: jnp.sum(jnp.sin(function(*a)))
+    first = jax.grad(value, (0, 1, 2))
+    second = jax.grad(lambda *a: sum(jnp.sum(jnp.cos(each)) for each in first(*a)), (0, 1, 2))
+    return lambda *a: (value(*a), *first(*a), *second(*a))
+
+one, other = all_of(by_products), all_of(by_conv)
+expected = one(x, y, w)
+found = [other(x, y, w), jax.jit(one)(x, y, w), jax.jit(other)(x, y, w)]
+check = jax.export.DisabledSafetyCheck.custom_call
+targets = [check(name) for name in module.registrations()]
+exported = jax.export.export(jax.jit(other), platforms=("cpu", "cuda"), disabled_checks=targets)(x, y, w)
+found.append(jax.export.deserialize(exported.serialize()).call(x, y, w))
+error = max(float(jnp.abs(f - e).max() / jnp.abs(e).max()) for each in found for f, e in zip(each, expected, strict=True))
+print(json.dumps([error, list(exported.platforms), min(float(jnp.abs(e).max()) for e in expected), module.stats()["launches"]]))
+""",
+        version=version,
+    )
+    error, platforms, least, launches = json.loads(printed)
+    assert error < 1e-13 and least > 0.1 and launches > 20, printed
+    assert platforms == ["cpu", "cuda"]
+
+
+def test_enable_host_needs_no_openequivariance(tmp_path):
+    """An exported model is run where only jax is. What is missing but openequivariance is told."""
+    run(
+        PREPARE
+        + f"""
+import jax.export
+c = case("tp_uvu_narrow_f64")
+call, operands = program(c)
+targets = [jax.export.DisabledSafetyCheck.custom_call(name) for name in module.registrations()]
+open({str(tmp_path / "model")!r}, "wb").write(jax.export.export(call, disabled_checks=targets)(*operands).serialize())
+np.savez({str(tmp_path / "inputs")!r}, *operands, expected=c.expected(0, *c.inputs())["L3"])
+"""
+    )
+    (tmp_path / "broken" / "openequivariance" / "jax").mkdir(parents=True)
+    (tmp_path / "broken" / "openequivariance" / "jax" / "jvp.py").write_text("import nowhere_to_be_found")
+    printed = run(
+        f"""
+import sys
+import numpy as np, jax.export
+import openequivariance_extjax as module
+module.enable_host()
+assert "openequivariance" not in sys.modules
+inputs = np.load({str(tmp_path / "inputs.npz")!r})
+(found,) = jax.export.deserialize(open({str(tmp_path / "model")!r}, "rb").read()).call(*(inputs[f"arr_{{i}}"] for i in range(3)))
+print(float(np.abs(found - inputs["expected"]).max()))
+sys.path.append({str(tmp_path / "broken")!r})
+try:
+    module.enable_host()
+except ModuleNotFoundError as error:
+    print(error.name)
+""",
+        version="of no kind",
+    ).split()
+    assert float(printed[0]) < 1e-12 and printed[1] == "nowhere_to_be_found", printed
 
 
 def test_threads_share_executables_and_get_the_right_numbers():
@@ -248,7 +331,7 @@ with concurrent.futures.ThreadPoolExecutor(8) as pool:
 def test_a_handler_without_its_other_stages_works(handlers):
     """Payloads of one length that differ in one byte, orders and shapes, in turns and from several threads."""
     printed = run(
-        PREPARE.replace("numerics.register()", "")
+        PREPARE.replace("module.enable_host()", "")
         + f"handlers = {handlers}"
         + """
 for name, handler in handlers.items():
