@@ -3,7 +3,7 @@
 //! ([`Threads`]). Without them the device has a team of its own.
 //!
 //! The caller always works, and never waits for a thread that has not come: lent threads may be busy, may be the caller
-//! itself, may come when everything is over. What they are given is therefore a counted reference to the [`Grid`]: who
+//! itself, may come when everything is over. What they are given is therefore a counted reference to the `Grid`: who
 //! comes late finds it closed, and looks at nothing else.
 //!
 //! A block is run by the image's own code (`kernels/host/oeq_host.h`), in memory that this side provides: a region with

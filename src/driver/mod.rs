@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use crate::compile::{Architecture, Image};
 use crate::error::Result;
 
-/// A stream handle of the backend: a `CUstream`, as XLA hands it out; on the host, what [`host::Threads::as_stream`] answers,
+/// A stream handle of the backend: a `CUstream`, as XLA hands it out; on the host, what `host::Threads::as_stream` answers,
 /// or null.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream(pub *mut c_void);

@@ -14,7 +14,7 @@
 //!
 //! Such a host gives one function for every platform. Which one calls is seen from the frame, each time, because one XLA
 //! may have several: a GPU call has a stream, which it needs anyway. Where XLA has none but lends threads, it is the CPU,
-//! and the call goes to [`super::host`].
+//! and the call goes to `xla::host`.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_int;
