@@ -4,7 +4,7 @@
 # usage: tests/run.sh [STEP ...]      (all steps by default: rust python older link variants hosts host family cut ptx calls)
 #   rust     cargo test with all features, against real payloads, models, NVRTC and jaxlib headers
 #   python   pytest: unmodified OpenEquivariance and jax with our module
-#   older    the module and the handlers' lives again, in older releases of jax
+#   older    the module, the handlers' lives and what the CPU platform takes from XLA again, in older releases of jax
 #   link     C and C++ programs linked against the static and the shared library
 #   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
 #   hosts    real PJRT plugins, and hosts without Python
@@ -73,6 +73,9 @@ older() {
   for version in $(requirements older-jax.txt | sed 's/.*==//'); do
     setup_older_jax "$version"
     "$(older_python "$version")" -m pytest -q -p no:cacheprovider tests/python/test_lifecycle.py tests/python/test_module.py || return
+    # What the CPU platform takes from XLA: its threads, and where a plain symbol is.
+    OEQ_TEST_PYTHON=$(older_python "$version") "$PYTHON" -m pytest -q -p no:cacheprovider tests/host \
+      -k "xlas or other_stages or enable_host_is_all" || return
   done
 }
 

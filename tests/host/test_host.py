@@ -281,10 +281,11 @@ print(json.dumps([os.getpid(), spent]))
     # The one that compiled may still be there, and does nothing.
     assert sum(name.startswith("oeq-") for name in names) <= 1, spent
     assert sum(ticks for ticks, name in spent.values() if name.startswith("oeq-")) == 0, spent
-    workers = {id: ticks for id, (ticks, name) in spent.items() if "XLAEigen" in name}
+    # What is neither the caller nor the library's is XLA's; it names its threads in newer releases only.
+    everything, workers = sum(ticks for ticks, _ in spent.values()), {**spent}
+    del workers[str(main)]
     if os.cpu_count() > 1:
-        everything = sum(ticks for ticks, _ in spent.values())
-        assert sum(workers.values()) > everything / 5, spent
+        assert sum(ticks for ticks, _ in workers.values()) > everything / 5, spent
 
 
 def test_calls_from_every_thread_of_xlas_do_not_stop_each_other():
