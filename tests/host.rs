@@ -100,7 +100,7 @@ impl Loaded {
             parameters: starts.collect(),
         };
         let functions: [Function; 1] = [self.module.function(index).unwrap()];
-        let work = Work { zeros, launches: &[launch], functions: &functions, words: &words };
+        let work = Work { zeros, launches: &[launch], functions: &functions, words: &words, replays: None };
         unsafe { self.host.enqueue(0, Stream(std::ptr::null_mut()), &work).unwrap() };
     }
 }
