@@ -3,7 +3,8 @@
 //! A model's units arrive one after another, within a few tenths of a second, in the order in which the model calls them.
 //! Whatever is started at once occupies a core for a second, and the longest unit, which decides when the model is ready,
 //! may come last and find none free. So while units keep arriving only an eighth of the threads begin one; when they have
-//! stopped, or somebody waits for a unit, which says the same, the others begin with the heaviest.
+//! stopped, or somebody waits for a unit, which says the same, the others begin with the heaviest. A unit that outweighs all
+//! that run does not wait, see [`super::pool`].
 //!
 //! Threads that share a core also slow each other, and the longest unit with them. Where half of the threads can finish
 //! everything while the longest runs, the other half would only be in its way. That is asked once the units have arrived;

@@ -128,9 +128,9 @@ impl State {
 
     /// The next job, if one more may run now; else how long to wait before asking again.
     fn next(&mut self) -> Result<Waiting, Option<Duration>> {
-        let Some((rank, _)) = self.queue.first_key_value() else { return Err(None) };
-        // Somebody waits for it.
-        let urgent = matches!(rank, Rank::Promoted(_));
+        let Some((rank, waiting)) = self.queue.first_key_value() else { return Err(None) };
+        // Somebody waits for it, or everybody will: it may well be the last to end.
+        let urgent = matches!(rank, Rank::Promoted(_)) || self.running.iter().all(|running| *running < waiting.weight);
         let load = self.load();
         let limit = self.pace.limit(Instant::now(), load);
         if !urgent && self.running.len() >= limit.jobs {
@@ -588,6 +588,28 @@ mod tests {
         assert_eq!(ran.iter().collect::<Vec<_>>(), [4, 2, 0, 1, 3]);
         pool.promote(tickets[0]);
         assert_eq!(pool.queued(), 0);
+    }
+
+    #[test]
+    fn a_job_that_outweighs_all_others_begins_at_once() {
+        let pool = Pool::with(8, FOR_EVER, Box::new(start));
+        // One of eight threads works while jobs arrive; each of these is heavier than those before and waits for all.
+        let barrier = Arc::new(std::sync::Barrier::new(5));
+        for weight in 1..=4 {
+            let barrier = Arc::clone(&barrier);
+            accepted(pool.submit(
+                weight,
+                Box::new(move || {
+                    barrier.wait();
+                }),
+            ));
+            // So that the burst does not end before the last has come.
+            let shared = pool.shared_in(std::process::id());
+            while shared.lock().running.len() < usize::try_from(weight).unwrap() {
+                thread::yield_now();
+            }
+        }
+        barrier.wait();
     }
 
     #[test]
