@@ -64,23 +64,18 @@ while read -r name platform plugin; do
     ok "$name, $model, Rust: $("$python" tests/hosts/compare.py "$out/models/expected" "$out/found" 1e-6)"
     [ $model = both.jaxexport ] && continue
     rm -rf "$out/found" && mkdir "$out/found"
-    (cd "$out/found" && "$out/native_host_cpp" "$plugin" "$out/models/$model" 20 "${arguments[@]}") >"$out/log" 2>&1 ||
+    "$out/native_host_cpp" "$plugin" "$out/models/$model" "${arguments[@]}" --repeat 20 --out "$out/found" >"$out/log" 2>&1 ||
       { cat "$out/log"; fail "$name, $model, C++"; }
     ok "$name, $model, C++: $("$python" tests/hosts/compare.py "$out/models/expected" "$out/found" 1e-6)"
   done
   # An OpenEquivariance call. Registered for the host it runs; the plain symbols are for CUDA, so with them the compiler
   # finds the call, and the run comes as far as the driver, if there is none.
-  for run in "$host --out found --door api" "$host --out found --door execute-only" "$host --out found --symbols $library" \
-    "$out/native_host_cpp"; do
+  for run in "$host --door api" "$host --door execute-only" "$host --symbols $library" "$out/native_host_cpp"; do
     label=${run##*--} label=${label/"$target/$folder/"/} label=${label##*/}
-    case $run in
-      *native_host_cpp) arguments=("$plugin" "$out/models/oeq.jaxexport" 1 "$inputs"/{x,y,w}.npy) found=$out ;;
-      *) arguments=("$plugin" "$out/models/oeq.jaxexport" "$inputs"/{x,y,w}.npy) found=$out/found ;;
-    esac
-    rm -rf "$out"/output_*.npy "$out/found"
+    rm -rf "$out/found" && mkdir "$out/found"
     status=0
     # shellcheck disable=SC2086 # a program and its options
-    (cd "$out" && $run "${arguments[@]}") >"$out/log" 2>&1 || status=$?
+    $run "$plugin" "$out/models/oeq.jaxexport" "$inputs"/{x,y,w}.npy --out "$out/found" >"$out/log" 2>&1 || status=$?
     grep -q '^compiled' "$out/log" || { cat "$out/log"; fail "$name: the call was not compiled"; }
     case $run in
       *--symbols*)
@@ -91,7 +86,7 @@ while read -r name platform plugin; do
         ;;
       *)
         [ $status -eq 0 ] || { cat "$out/log"; fail "$name, an OpenEquivariance call, $label"; }
-        ok "$name, an OpenEquivariance call, $label: $("$python" tests/hosts/compare.py "$out/models/expected-oeq" "$found" 1e-6)"
+        ok "$name, an OpenEquivariance call, $label: $("$python" tests/hosts/compare.py "$out/models/expected-oeq" "$out/found" 1e-6)"
         ;;
     esac
   done
