@@ -18,7 +18,7 @@ mkdir -p "$out"
 passed=0
 ok() { passed=$((passed + 1)); echo "ok: $1"; }
 fail() { echo "FAILED: $1" >&2; exit 1; }
-skip() { echo "skipped: $1"; }
+skip() { echo "NOT TESTED: $1"; }
 system="-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc"
 warnings=(-std=c++17 -Wall -Wextra -Wpedantic -Werror -Iffi-headers)
 names=(conv_backward conv_double_backward conv_forward oeq_convolution oeq_tensor_product tp_backward tp_double_backward tp_forward)
