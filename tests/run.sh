@@ -88,6 +88,11 @@ host_platform() {
     "$PYTHON" tests/host/model.py "$BUILD/host-models" "$host" "${plugins[@]}"
 }
 
+variants() {
+  command -v cmake >/dev/null || { install_requirements link.txt; PATH=$PATH:$VENV/bin; }
+  tests/link/variants.sh
+}
+
 hosts() {
   OEQ_TEST_PYTHON=$PYTHON tests/hosts/run.sh && tests/hosts/jaxlibs.sh || return
   # The script that measures steps on a GPU, on the CPU: that it works, not how fast.
@@ -120,7 +125,7 @@ step rust cargo test --all-features --no-fail-fast
 step python "$PYTHON" -m pytest -q -p no:cacheprovider tests/python
 step older older
 step link tests/link/run.sh
-step variants tests/link/variants.sh
+step variants variants
 step hosts hosts
 step host host_platform
 step family family
