@@ -35,6 +35,8 @@ package=${OEQ_PACKAGE:-$root/.carry/package}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 out=${OUT:-$work/logs} && mkdir -p "$out"
+# The kernels are compiled once, by the first, and nothing goes to the user's store.
+export OEQ_STORE_DIR=${OEQ_STORE_DIR:-$work/store}
 export OEQ_NOTORCH=1 XLA_PYTHON_CLIENT_PREALLOCATE=false TF_CPP_MIN_LOG_LEVEL=2
 pythonpath=$root/ffi-headers/python:$package
 failed=0

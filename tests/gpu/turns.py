@@ -86,11 +86,15 @@ class Host:
                 self.process.stdin.close()
             except OSError:
                 pass
-            while (line := self.lines.get()) is not None:
-                self.said.append(line)
-            status = self.process.wait()
-            if status != 0:
-                self.failure = f"ended with status {status}"
+            # It ends in its own time, but within the limit.
+            try:
+                while (line := self.lines.get(timeout=max(0.1, self.deadline - time.monotonic()))) is not None:
+                    self.said.append(line)
+                status = self.process.wait()
+                if status != 0:
+                    self.failure = f"ended with status {status}"
+            except queue.Empty:
+                self.stop("took too long to end")
         with self.log.open("a") as log:
             log.write("\n".join(self.said) + "\n")
 
@@ -132,7 +136,7 @@ def judge(hosts):
     first, slower = hosts[0], 0
     noise = max(first.spread() / first.median(), NOISE)
     for host in hosts[1:]:
-        if not host.judged or not host.rounds:
+        if not host.judged or host.failure is not None:
             continue
         ratio = host.median() / first.median()
         passed = ratio <= 1 + noise
@@ -172,7 +176,7 @@ def main(arguments):
     for host in hosts:
         if host.failure is not None:
             print(f"RESULT FAILED: {host.name} {host.failure}: {host.reason()}")
-    if options.judge and hosts[0].rounds:
+    if options.judge and hosts[0].failure is None:
         failed += judge(hosts)
     return min(failed, 100)
 
