@@ -2,10 +2,11 @@
 //
 // usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] [--client NAME=VALUE ...]
 //
-// MODEL is an artifact of jax.export, StableHLO bytecode or StableHLO text. Outputs are written to output_0.npy and so on in
-// FOLDER, which is there. --repeat times N steps after the first; with --rounds a round of N steps is run for each line on
-// standard input, so that several hosts can take turns on one device. --client is an option of the plugin's clients: without
-// preallocate=false or memory_fraction=0.2 a GPU's client takes three quarters of the memory. Build it with
+// MODEL is an artifact of jax.export, StableHLO bytecode or StableHLO text. Outputs are written to output_0.npy and so
+// on in FOLDER, which is there. --repeat times N steps after the first; with --rounds a round of N steps is run for
+// each line on standard input, so that several hosts can take turns on one device. --client is an option of the
+// plugin's clients: without preallocate=false or memory_fraction=0.2 a GPU's client takes three quarters of the memory.
+// Build it with
 //   c++ -std=c++17 native_host.cpp $(pkg-config --cflags --libs oeq_native) -ldl
 // A connector that has XLA's pjrt_c_api.h uses that instead of the structures below.
 #include <dlfcn.h>
@@ -48,7 +49,9 @@ struct Pointer : Head { void* object; void* answer; };
 struct Array : Head { void* object; const void* items; size_t count; };
 struct Type : Head { void* object; int32_t kind; };
 struct NamedValue : Head { const char* name; size_t name_size; int32_t kind; uint64_t value; size_t value_size; };
-struct Create : Head { const NamedValue* options; size_t option_count; void* callbacks[4]; void* client; void* later[8]; };
+struct Create : Head {
+  const NamedValue* options; size_t option_count; void* callbacks[4]; void* client; void* later[8];
+};
 struct Program : Head { const char* code; size_t code_size; const char* format; size_t format_size; };
 struct Compile : Head { void* client; const Program* program; const char* options; size_t options_size; void* executable; };
 struct FromHost : Head {
@@ -101,8 +104,9 @@ T At(const std::string& bytes, size_t at) {
   return value;
 }
 
-// The module of a jax.export artifact, and which arguments it has; other files are modules themselves. A flatbuffer: the
-// root table lies where the first word says, its vtable a signed distance before it, field n's offset at vtable + 4 + 2n.
+// The module of a jax.export artifact, and which arguments it has; other files are modules themselves. A flatbuffer:
+// the root table lies where the first word says, its vtable a signed distance before it, field n's offset at vtable + 4
+// + 2n.
 std::string Module(const std::string& file, std::vector<size_t>* kept) {
   const std::string magic = "ML\xefR";
   const bool text = file.find('\0') == std::string::npos;
@@ -210,7 +214,8 @@ NamedValue ClientOption(const char* text) {
 }
 
 const char* const kUsage =
-    "usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] [--client NAME=VALUE ...]";
+    "usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] "
+    "[--client NAME=VALUE ...]";
 
 void Run(int argc, char** argv) {
   std::vector<std::string> paths;
@@ -332,9 +337,10 @@ void Run(int argc, char** argv) {
   execute.argument_count = arguments.size();
   execute.outputs = &result_list;
   execute.done = &done;
-  // The one event of the whole execution is waited for: the outputs are there then, and an error in any of them is told.
-  // Waiting for each output instead costs an event and a callback of the device each. Outputs go before the next ones are
-  // made: XLA then finds the same memory again, and what it has recorded in command buffers for these addresses stays good.
+  // The one event of the whole execution is waited for: the outputs are there then, and an error in any of them is
+  // told. Waiting for each output instead costs an event and a callback of the device each. Outputs go before the next
+  // ones are made: XLA then finds the same memory again, and what it has recorded in command buffers for these
+  // addresses stays good.
   const auto step = [&] {
     for (void*& result : results) {
       One one{};

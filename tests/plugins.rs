@@ -1,6 +1,6 @@
-//! Registration in real PJRT plugins, through every door that each has. `tests/hosts/run.sh` downloads them and runs this;
-//! `OEQ_TEST_PLUGINS` names the list that `tests/hosts/plugins.sh` prints. Every case gets a process of its own, since what
-//! was registered stays.
+//! Registration in real PJRT plugins, through every door that each has. `tests/hosts/run.sh` downloads them and runs
+//! this; `OEQ_TEST_PLUGINS` names the list that `tests/hosts/plugins.sh` prints. Every case gets a process of its own,
+//! since what was registered stays.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -223,13 +223,13 @@ fn module(payload: &str) -> String {
     let types = "(tensor<5x6xf32>, tensor<5x4xf32>, tensor<5x8xf32>)";
     format!(
         "module @call {{ func.func public @main(%a: tensor<5x6xf32>, %b: tensor<5x4xf32>, %c: tensor<5x8xf32>) -> \
-         tensor<5x10xf32> {{ %0 = stablehlo.custom_call @tp_forward(%a, %b, %c) {{mhlo.backend_config = {{hash = 7 : i64, \
-         kernel = \"{payload}\"}}}} : {types} -> tensor<5x10xf32> return %0 : tensor<5x10xf32> }} }}"
+         tensor<5x10xf32> {{ %0 = stablehlo.custom_call @tp_forward(%a, %b, %c) {{mhlo.backend_config = {{hash = 7 : \
+         i64, kernel = \"{payload}\"}}}} : {types} -> tensor<5x10xf32> return %0 : tensor<5x10xf32> }} }}"
     )
 }
 
-/// XLA's CPU compiler meets our targets, whole bundles: those of the host, or those of CUDA under the host's name, which live
-/// their lives up to the driver.
+/// XLA's CPU compiler meets our targets, whole bundles: those of the host, or those of CUDA under the host's name,
+/// which live their lives up to the driver.
 fn compiled(late: bool, handlers: Platform, path: &str) {
     let plugin = pjrt::Plugin::open(Path::new(path)).unwrap();
     let registry = unsafe { Plugin::from_raw(plugin.api().cast()) }.unwrap();

@@ -7,8 +7,8 @@
 #   older    the module and the handlers' lives again, in older releases of jax
 #   link     C and C++ programs linked against the static and the shared library
 #   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
-#   hosts    real PJRT plugins and jaxlibs, and hosts without Python; some by default, all of tests/requirements/matrix.txt
-#            with OEQ_MATRIX=all. Downloads are kept under target/.
+#   hosts    real PJRT plugins and jaxlibs, and hosts without Python; some by default, all of
+#            tests/requirements/matrix.txt with OEQ_MATRIX=all. Downloads are kept under target/.
 #   host     kernels on the CPU: numbers of every kind of kernel, and a whole model in CPU plugins
 #   family   a crate outside that brings a target family of its own: table, tool, and a call through jax on the CPU
 #   cut      machine code of entry points compiled alone equals that of the whole program
@@ -73,7 +73,8 @@ older() {
   local version
   for version in $(requirements older-jax.txt | sed 's/.*==//'); do
     setup_other_jax "$version"
-    "$(other_python "$version")" -m pytest -q -p no:cacheprovider tests/python/test_lifecycle.py tests/python/test_module.py || return
+    "$(other_python "$version")" -m pytest -q -p no:cacheprovider \
+      tests/python/test_lifecycle.py tests/python/test_module.py || return
   done
 }
 

@@ -93,8 +93,9 @@ setup_other_jax() {
   say "installing jaxlib $version"
   rm -rf "$ROOT/target/venv-jax-$version"
   quietly "$base" -m venv "$ROOT/target/venv-jax-$version"
-  requirements venv.txt | grep -iE '^(jinja2|markupsafe|flatbuffers|ml_dtypes|opt_einsum|pytest)==' >"$CACHE/other-$version.txt"
-  quietly "$python" -m pip install --quiet -r "$CACHE/other-$version.txt" "jax==$version" "jaxlib==$version"
+  local pinned=$CACHE/other-$version.txt
+  requirements venv.txt | grep -iE '^(jinja2|markupsafe|flatbuffers|ml_dtypes|opt_einsum|pytest)==' >"$pinned"
+  quietly "$python" -m pip install --quiet -r "$pinned" "jax==$version" "jaxlib==$version"
 }
 
 # The CUDA plugin; its path is in PLUGIN. It lies outside the environment, where jax would find it and look for a GPU.

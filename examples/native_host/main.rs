@@ -3,18 +3,21 @@
 //! usage: `native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] [--client NAME=VALUE ...]
 //! [--platform NAME] [--door NAME | --symbols LIBRARY.so]`
 //!
-//! MODEL is an artifact of `jax.export`, `StableHLO` bytecode or `StableHLO` text. Inputs are the arguments of the exported
-//! function, in order. Outputs are written as `output_0.npy` and so on. A connector does the same five things: open the
-//! plugin, register (before or after a client exists), compile, upload, run. `native_host.cpp` does them in C++.
+//! MODEL is an artifact of `jax.export`, `StableHLO` bytecode or `StableHLO` text. Inputs are the arguments of the
+//! exported function, in order. Outputs are written as `output_0.npy` and so on. A connector does the same five things:
+//! open the plugin, register (before or after a client exists), compile, upload, run. `native_host.cpp` does them in
+//! C++.
 //!
-//! `--repeat` times N steps after the first. With `--rounds` a round of N steps is run for each line that comes on standard
-//! input, until it ends, so that several hosts can take turns on one device.
+//! `--repeat` times N steps after the first. With `--rounds` a round of N steps is run for each line that comes on
+//! standard input, until it ends, so that several hosts can take turns on one device.
 //!
-//! `--client` is an option of the plugin's clients. GPU plugins take `preallocate=false` and `memory_fraction=0.2`; without
-//! either a client takes three quarters of the device's memory at once, which processes that share a GPU cannot do.
+//! `--client` is an option of the plugin's clients. GPU plugins take `preallocate=false` and `memory_fraction=0.2`;
+//! without either a client takes three quarters of the device's memory at once, which processes that share a GPU cannot
+//! do.
 //!
-//! `--door` (`api`, `gpu-extension`, `execute-only`) takes one way of registering instead of the best. `--symbols LIBRARY.so`
-//! does what hosts do that are given a library and a symbol per target: it registers the library's plain names alone.
+//! `--door` (`api`, `gpu-extension`, `execute-only`) takes one way of registering instead of the best. `--symbols
+//! LIBRARY.so` does what hosts do that are given a library and a symbol per target: it registers the library's plain
+//! names alone.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program that tells something")]
 
 mod npy;
@@ -188,8 +191,8 @@ fn steps(executable: &Executable, inputs: &Inputs, outputs: &mut Vec<Buffer>, co
     let mut times = Vec::with_capacity(count);
     let mut last = Instant::now();
     for step in 0..count / 10 + count {
-        // The outputs go before the next ones are made: XLA then finds the same memory again, and what it has recorded in
-        // command buffers for these addresses stays good.
+        // The outputs go before the next ones are made: XLA then finds the same memory again, and what it has recorded
+        // in command buffers for these addresses stays good.
         outputs.clear();
         *outputs = executable.run(inputs)?;
         let now = Instant::now();
@@ -235,7 +238,8 @@ impl<'a> Model<'a> {
         // The distance back to the vtable is signed.
         let back = i32::from_le_bytes(*file.get(table..)?.first_chunk()?);
         let vtable = table.checked_add_signed(isize::try_from(back).ok()?.checked_neg()?)?;
-        // Field number n has its offset in the table at vtable + 4 + 2n; what it points to is a length and the elements.
+        // Field number n has its offset in the table at vtable + 4 + 2n; what it points to is a length and the
+        // elements.
         let vector = |number: usize| {
             let slot = 4 + 2 * number;
             let offset = if slot < u16_at(vtable)? { u16_at(vtable + slot)? } else { 0 };

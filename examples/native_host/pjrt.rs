@@ -1,9 +1,10 @@
 //! As much of the PJRT C API as running a model takes.
 //!
 //! Every function gets a pointer to a structure of its own, which begins with the structure's size and a chain of
-//! extensions, and answers null or an error. A size ends with the last field, tail padding does not count. Functions are
-//! found by their place in the plugin's table; places and layouts have been the same since version 0.40 or so. A plugin
-//! takes a structure that is larger than it knows, not one that is smaller: the two that grow have room at the end.
+//! extensions, and answers null or an error. A size ends with the last field, tail padding does not count. Functions
+//! are found by their place in the plugin's table; places and layouts have been the same since version 0.40 or so. A
+//! plugin takes a structure that is larger than it knows, not one that is smaller: the two that grow have room at the
+//! end.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::{ManuallyDrop, offset_of};
@@ -318,8 +319,8 @@ impl Inputs {
 impl Executable {
     /// Runs the module once and waits for its end.
     ///
-    /// The one event of the whole execution is waited for: the outputs are there then, and an error in any of them is told.
-    /// Waiting for each output instead costs an event and a callback of the device each.
+    /// The one event of the whole execution is waited for: the outputs are there then, and an error in any of them is
+    /// told. Waiting for each output instead costs an event and a callback of the device each.
     pub(crate) fn run(&self, inputs: &Inputs) -> Result<Vec<Buffer>> {
         let (keep, keep_count) = (inputs.keep.as_ptr(), inputs.keep.len());
         let mut options = ExecuteOptions { keep, keep_count, ..ExecuteOptions::new() };

@@ -43,7 +43,8 @@ for index, _ in enumerate(sys.stdin, 1):
         last = now
     times.sort()
     least, tenth, median, nine = (f"{1e3 * times[tenths * (count - 1) // 10]:.3f} ms" for tenths in (0, 1, 5, 9))
-    print(f"round {index:<5} {median} median, {least} least, {tenth} tenth, {nine} nine tenths of {count} steps", flush=True)
+    print(f"round {index:<5} {median} median, {least} least, {tenth} tenth, {nine} nine tenths of {count} steps")
+    sys.stdout.flush()
 
 expected.mkdir(parents=True, exist_ok=True)
 for index, output in enumerate(jax.tree.leaves(outputs)):

@@ -2,14 +2,15 @@
 # A model with eight convolutions in native hosts on a GPU, against jax: outputs and time per step.
 #
 # Exports the model of examples/export_model.py with and without deterministic sums, runs it in jax, in
-# examples/native_host (Rust) and in examples/native_host.cpp through the machine's own CUDA plugin, these with no Python in
-# the process, with XLA's command buffers on and off, and in the Rust host with plain symbols and no state too. Outputs must
-# agree to 1e-6 of their largest element, those of deterministic sums bit for bit. For the time per step the programs take
-# turns (turns.py, which says what is allowed), each with what jax's own autotuner chose, so that all of them run the same
-# kernels. A step is the call and the wait for its end; nothing is copied to the host. Takes 3 minutes.
+# examples/native_host (Rust) and in examples/native_host.cpp through the machine's own CUDA plugin, these with no
+# Python in the process, with XLA's command buffers on and off, and in the Rust host with plain symbols and no state
+# too. Outputs must agree to 1e-6 of their largest element, those of deterministic sums bit for bit. For the time per
+# step the programs take turns (turns.py, which says what is allowed), each with what jax's own autotuner chose, so that
+# all of them run the same kernels. A step is the call and the wait for its end; nothing is copied to the host. Takes 3
+# minutes.
 #
-# PLATFORM=cpu does the same on the CPU, with a small model and a few steps: for trying out the script. Times are told, not
-# judged there, and bits are not asked for, since jax's own XLA is another build than the plugin's.
+# PLATFORM=cpu does the same on the CPU, with a small model and a few steps: for trying out the script. Times are told,
+# not judged there, and bits are not asked for, since jax's own XLA is another build than the plugin's.
 #
 # env (defaults: the folder .carry at the project's root, then the project's own build)
 #   OEQ_NATIVE_LIBRARY  liboeq_native.so
@@ -63,9 +64,11 @@ else
   # What jax tells XLA and us in its own process, a native host says itself: where libdevice and NVRTC are.
   libdevice=$(find "$site/nvidia" /usr/local/cuda -name libdevice.10.bc 2>/dev/null | head -n 1)
   data=${libdevice:+--xla_gpu_cuda_data_dir=${libdevice%/nvvm/libdevice/*}}
-  [[ -n ${OEQ_NVRTC:-} ]] || OEQ_NVRTC=$(find "$site/nvidia" /usr/local/cuda/lib64 -name 'libnvrtc.so.*' 2>/dev/null | grep -v builtins | head -n 1)
+  [[ -n ${OEQ_NVRTC:-} ]] || OEQ_NVRTC=$(find "$site/nvidia" /usr/local/cuda/lib64 -name 'libnvrtc.so.*' 2>/dev/null |
+    grep -v builtins | head -n 1)
   export OEQ_NVRTC
-  tell "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1 | head -n 1); plugin $plugin; NVRTC $OEQ_NVRTC"
+  tell "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1 | head -n 1)"
+  tell "plugin $plugin; NVRTC $OEQ_NVRTC"
 fi
 for file in "$plugin" "$host" "$OEQ_NATIVE_LIBRARY"; do [[ -e $file ]] || { tell "there is no $file"; exit 1; }; done
 
@@ -85,8 +88,8 @@ compare() {
 export_model() { # KIND [OPTION ...]
   local kind=$1
   shift
-  OEQ_DEVICE=${OEQ_DEVICE:-} JAX_PLATFORMS=cpu PYTHONPATH=$pythonpath timeout 200 "$PYTHON" "$root/examples/export_model.py" \
-    "$work/$kind" "${model_options[@]}" "$@" >"$out/export_$kind.log" 2>&1
+  OEQ_DEVICE=${OEQ_DEVICE:-} JAX_PLATFORMS=cpu PYTHONPATH=$pythonpath timeout 200 "$PYTHON" \
+    "$root/examples/export_model.py" "$work/$kind" "${model_options[@]}" "$@" >"$out/export_$kind.log" 2>&1
 }
 
 kinds=${KINDS:-atomic deterministic}
@@ -124,7 +127,8 @@ for entry in json.load(open(sys.argv[1] + "/manifest.json"))["inputs"]: print(sy
       --symbols "$OEQ_NATIVE_LIBRARY" --out "$found/plain")
     tell "$label: $rounds rounds of $steps steps each"
     "$PYTHON" "$here/turns.py" --rounds "$rounds" --limit 150 --logs "$logs" "${judge[@]}" \
-      --host jax env "XLA_FLAGS=$flags" "PYTHONPATH=$pythonpath" "$PYTHON" "$here/native_host.py" "$model" "$found/jax" "$steps" \
+      --host jax env "XLA_FLAGS=$flags" "PYTHONPATH=$pythonpath" "$PYTHON" "$here/native_host.py" \
+      "$model" "$found/jax" "$steps" \
       --host "Rust host" "${native[@]}" "$host" "${arguments[@]}" --out "$found/rust" \
       --host "C++ host" "${native[@]}" "$work/native_host_cpp" "${arguments[@]}" --out "$found/cpp" \
       "${plain[@]}" >"$logs/turns.log" 2>&1 || failed=$((failed + 1))

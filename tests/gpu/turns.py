@@ -1,15 +1,16 @@
 """Lets programs take turns on one device, and compares their times per step.
 
-usage: turns.py [--rounds N] [--limit SECONDS] [--logs FOLDER] [--judge] --host NAME COMMAND ... [--host|--beside NAME COMMAND ...] ...
+usage: turns.py [--rounds N] [--limit SECONDS] [--logs FOLDER] [--judge] --host NAME COMMAND ...
+                [--host|--beside NAME COMMAND ...] ...
 
-Every program is started once, after the one before it is ready: it prints a line that begins with "first step", then, for
-each line on its standard input, runs a round of steps and prints a line "round K  1.2 ms median, 1.1 ms least, 1.1 ms tenth,
-1.4 ms nine tenths of 200 steps". So only one runs at a time, and whatever else happens on the machine meets all of them. A
-first round of each is not counted, and the order changes from round to round.
+Every program is started once, after the one before it is ready: it prints a line that begins with "first step", then,
+for each line on its standard input, runs a round of steps and prints a line "round K 1.2 ms median, 1.1 ms least, 1.1
+ms tenth, 1.4 ms nine tenths of 200 steps". So only one runs at a time, and whatever else happens on the machine meets
+all of them. A first round of each is not counted, and the order changes from round to round.
 
-A table is printed, whose ratios are to the first program. With --judge the median of a --host's medians may not be above the
-first program's by more than the noise: the difference between the largest and the smallest median of the first program's own
-rounds, but at least 1 %. A --beside is only told.
+A table is printed, whose ratios are to the first program. With --judge the median of a --host's medians may not be
+above the first program's by more than the noise: the difference between the largest and the smallest median of the
+first program's own rounds, but at least 1 %. A --beside is only told.
 """
 
 import argparse
@@ -76,8 +77,8 @@ class Host:
             pass  # The end of its output tells what became of it.
         line = self.expect("round ")
         if line is not None and counted:
-            numbers = dict((field, float(number)) for number, field in re.findall(r"([0-9.]+) ms ([a-z ]*[a-z])(?:,| of)", line))
-            self.rounds.append(numbers)
+            found = re.findall(r"([0-9.]+) ms ([a-z ]*[a-z])(?:,| of)", line)
+            self.rounds.append({field: float(number) for number, field in found})
 
     def finish(self):
         """Lets the program write its outputs and end."""
@@ -100,7 +101,8 @@ class Host:
 
     def reason(self):
         """The last line of its log that tells of an error, else its last."""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()] or ["it said nothing"]
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = lines or ["it said nothing"]
         return ([line for line in lines if "error" in line.lower()] or lines)[-1][:300]
 
     def median(self):
@@ -116,8 +118,8 @@ class Host:
 
 def table(hosts):
     first = hosts[0]
-    print(f"  {'ms per step':<28} {'least':>8} {'tenth':>8} {'median':>8} {'nine tenths':>12} {'medians of the rounds':>22}"
-          f" {'median':>8} {'best round':>11}")  # fmt: skip
+    print(f"  {'ms per step':<28} {'least':>8} {'tenth':>8} {'median':>8} {'nine tenths':>12}"
+          f" {'medians of the rounds':>22} {'median':>8} {'best round':>11}")  # fmt: skip
     for host in hosts:
         if not host.rounds:
             print(f"  {host.name:<28} {host.failure}")
@@ -128,7 +130,8 @@ def table(hosts):
         medians = f"{host.best():.3f} to {host.best() + host.spread():.3f}"
         print(f"  {host.name:<28} {least:>8.3f} {of['tenth']:>8.3f} {of['median']:>8.3f} {of['nine tenths']:>12.3f}"
               f" {medians:>22} {ratios}")  # fmt: skip
-    print(f"  (medians over {len(first.rounds)} rounds, least of all steps; the last two columns are times those of {first.name})")
+    print(f"  (medians over {len(first.rounds)} rounds, least of all steps; "
+          f"the last two columns are times those of {first.name})")  # fmt: skip
 
 
 def judge(hosts):

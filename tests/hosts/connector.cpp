@@ -1,6 +1,6 @@
-// Does what chemtrain-deploy's connector does in a LAMMPS process: learns the FFI api of a PJRT plugin, opens the handler
-// library with RTLD_LOCAL, calls its RegisterFFi, expects 0 and keeps it open. A plugin from before jaxlib 0.8.1 does not
-// show its api, and is passed itself to oeq_register_pjrt.
+// Does what chemtrain-deploy's connector does in a LAMMPS process: learns the FFI api of a PJRT plugin, opens the
+// handler library with RTLD_LOCAL, calls its RegisterFFi, expects 0 and keeps it open. A plugin from before jaxlib
+// 0.8.1 does not show its api, and is passed itself to oeq_register_pjrt.
 //
 // usage: connector PLUGIN.so LIBRARY.so
 #include <dlfcn.h>
@@ -56,13 +56,14 @@ int main(int argc, char** argv) {
   void* library = dlopen(argv[2], RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return Fail(dlerror());
   using Register = int (*)(const void*, const char*);
-  const auto register_ffi = reinterpret_cast<Register>(dlsym(library, ffi_api != nullptr ? "RegisterFFi" : "oeq_register_pjrt"));
+  const char* const name = ffi_api != nullptr ? "RegisterFFi" : "oeq_register_pjrt";
+  const auto register_ffi = reinterpret_cast<Register>(dlsym(library, name));
   if (register_ffi == nullptr) return Fail(dlerror());
   const void* const target = ffi_api != nullptr ? ffi_api : static_cast<const void*>(api);
   const auto last_error = reinterpret_cast<const char* (*)()>(dlsym(library, "oeq_last_error"));
   if (register_ffi(target, "CUDA") != 0) return Fail(last_error());
   const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begun;
-  std::printf("%.2f ms from dlopen to registered, through %s\n", time.count(), ffi_api != nullptr ? "its FFI api" : "the plugin");
+  std::printf("%.2f ms from dlopen to registered, by %s\n", time.count(), name);
   if (register_ffi(target, "CUDA") != 0) return Fail("the second registration failed");
   if (register_ffi(target, "CUDDA") == 0) return Fail("a platform that does not exist was taken");
   // What was opened locally does not leak into the program's symbols.

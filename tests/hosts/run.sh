@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Native hosts: registration in real PJRT plugins through every door, models run from Rust and from C++ in the CPU plugins,
-# and the way of LAMMPS' connector in several processes at once.
+# Native hosts: registration in real PJRT plugins through every door, models run from Rust and from C++ in the CPU
+# plugins, and the way of LAMMPS' connector in several processes at once.
 #
-# Downloads plugins once (see plugins.sh; OEQ_MATRIX=all takes all of tests/requirements/matrix.txt). Needs a Python with jax and numpy for
-# making models: OEQ_TEST_PYTHON (default: python3). The library is the debug build; PROFILE=release takes the other.
+# Downloads plugins once (see plugins.sh; OEQ_MATRIX=all takes all of tests/requirements/matrix.txt). Needs a Python
+# with jax and numpy for making models: OEQ_TEST_PYTHON (default: python3). The library is the debug build;
+# PROFILE=release takes the other.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -74,7 +75,8 @@ while read -r name platform plugin; do
     ok "$name, $model, Rust: $("$python" tests/hosts/compare.py "$out/models/expected" "$out/found" 1e-6)"
     [ $model = both.jaxexport ] && continue
     rm -rf "$out/found" && mkdir "$out/found"
-    "$out/native_host_cpp" "$plugin" "$out/models/$model" "${arguments[@]}" --repeat 20 --out "$out/found" >"$out/log" 2>&1 ||
+    "$out/native_host_cpp" "$plugin" "$out/models/$model" "${arguments[@]}" --repeat 20 --out "$out/found" \
+      >"$out/log" 2>&1 ||
       { cat "$out/log"; fail "$name, $model, C++"; }
     ok "$name, $model, C++: $("$python" tests/hosts/compare.py "$out/models/expected" "$out/found" 1e-6)"
   done
@@ -91,7 +93,8 @@ while read -r name platform plugin; do
       *--symbols*)
         [ $status -ne 0 ] || fail "$name: a CUDA handler ran on the host"
         # The whole text, with nothing cut off.
-        driver='no CUDA driver on this machine: .+ \(the driver is installed with the GPU; a CUDA toolkit is not needed\)'
+        hint='\(the driver is installed with the GPU; a CUDA toolkit is not needed\)'
+        driver="no CUDA driver on this machine: .+ $hint"
         stream='this target runs on CUDA, and XLA has no GPU stream for this call \(.+\)'
         grep -qE "^error: oeq-native: tp_forward, execute: ($driver|$stream)\$" "$out/log" ||
           { cat "$out/log"; fail "$name: another error"; }
@@ -99,13 +102,14 @@ while read -r name platform plugin; do
         ;;
       *)
         [ $status -eq 0 ] || { cat "$out/log"; fail "$name, an OpenEquivariance call, $label"; }
-        ok "$name, an OpenEquivariance call, $label: $("$python" tests/hosts/compare.py "$out/models/expected-oeq" "$out/found" 1e-6)"
+        what=$("$python" tests/hosts/compare.py "$out/models/expected-oeq" "$out/found" 1e-6)
+        ok "$name, an OpenEquivariance call, $label: $what"
         ;;
     esac
   done
 done <"$out/plugins"
 echo "== the library in every plugin ($profile build)"
-grep -E '^plugin +FFI api| best: ' "$out/table"
+grep -E '^\.*plugin +FFI api| best: ' "$out/table" | sed 's/^\.*//'
 echo
 printf '%s\n' "${times[@]}"
 echo "$passed passed, 0 failed"

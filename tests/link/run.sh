@@ -42,17 +42,19 @@ ok "oeq.h compiles alone and twice, as C11 and as C++17"
 for profile in debug release; do
   archive=$target/$profile/liboeq_native.a
   for compiler in "$cxx" clang++; do
-    command -v "$compiler" >/dev/null || { echo "NOT TESTED: $profile archive with $compiler, which is not installed"; continue; }
+    command -v "$compiler" >/dev/null || { echo "NOT TESTED: $compiler is not installed"; continue; }
     optimise=-flto
     [ "$compiler" = clang++ ] && optimise="-flto -fuse-ld=lld"
     for options in "" "-Wl,--gc-sections" "$optimise -O2" "$optimise -O2 -Wl,--gc-sections" "-Wl,--whole-archive"; do
       tail_options=
       [ "$options" = "-Wl,--whole-archive" ] && tail_options=-Wl,--no-whole-archive
       # shellcheck disable=SC2086 # lists of options
-      "$compiler" -std=c++17 "${warnings[@]}" tests/link/table.cpp $options "$archive" $tail_options $system -o "$out/table"
-      "$out/table" >"$out/found" || fail "$profile archive, $compiler ${options:-plain}: exit status $?"
-      diff "$out/expected" "$out/found" || fail "$profile archive, $compiler ${options:-plain}: other targets than expected"
-      ok "$profile archive, $compiler ${options:-plain}: all eight targets"
+      "$compiler" -std=c++17 "${warnings[@]}" tests/link/table.cpp $options "$archive" $tail_options $system \
+        -o "$out/table"
+      label="$profile archive, $compiler ${options:-plain}"
+      "$out/table" >"$out/found" || fail "$label: exit status $?"
+      diff "$out/expected" "$out/found" || fail "$label: other targets than expected"
+      ok "$label: all eight targets"
     done
   done
   # shellcheck disable=SC2086

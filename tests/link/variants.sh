@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Links beside run.sh's: the pre-linked object, a second Rust library, a crate that brings a target of its own, the installed
-# files through pkg-config and CMake, and the plain names of the shared library.
+# Links beside run.sh's: the pre-linked object, a second Rust library, a crate that brings a target of its own, the
+# installed files through pkg-config and CMake, and the plain names of the shared library.
 #
 # Takes the release build, with PROFILE=dev the debug build; BUILD=0 takes it as it is. pkg-config, CMake and clang are
 # tested where they are installed.
@@ -42,7 +42,8 @@ for compiler in "$cxx" clang++; do
   [ "$compiler" = clang++ ] && optimise="-flto -fuse-ld=lld"
   for options in "" "-Wl,--gc-sections" "$optimise"; do
     # shellcheck disable=SC2086 # lists of options
-    "$compiler" "${warnings[@]}" tests/link/table.cpp $options "$object" $system -o "$out/table" || fail "$compiler $options"
+    "$compiler" "${warnings[@]}" tests/link/table.cpp $options "$object" $system -o "$out/table" ||
+      fail "$compiler $options"
     check "pre-linked object, $compiler ${options:-plain}" "$out/table"
   done
 done
@@ -56,10 +57,12 @@ ok "the archive has no plain target names"
 rustc --edition 2024 --crate-type staticlib -C opt-level=1 --out-dir "$out" tests/link/other.rs
 [ "$profile" = dev ] || cargo build --quiet --lib
 # shellcheck disable=SC2086
-for libraries in "$target/debug/liboeq_native.a $out/libother.a" "$archive $out/libother.a" "$out/libother.a $archive" "$object $out/libother.a" \
+for libraries in "$target/debug/liboeq_native.a $out/libother.a" "$archive $out/libother.a" \
+  "$out/libother.a $archive" "$object $out/libother.a" \
   "$object -Wl,--whole-archive $out/libother.a -Wl,--no-whole-archive"; do
   "$cxx" "${warnings[@]}" -DOTHER tests/link/beside.cpp $libraries $system -o "$out/beside"
-  check "beside a second Rust library ($(echo "$libraries" | sed "s,[^ ]*/\(debug/lib[^ ]*\),\1,g; s,/[^ ]*/,,g"))" "$out/beside"
+  label=$(echo "$libraries" | sed "s,[^ ]*/\(debug/lib[^ ]*\),\1,g; s,/[^ ]*/,,g")
+  check "beside a second Rust library ($label)" "$out/beside"
 done
 
 cp Cargo.lock tests/link/outside/Cargo.lock # the same dependencies; not kept
