@@ -62,6 +62,7 @@ ARGUMENTS = {
     "gpu_context": [V], "gpu_context_none": [], "gpu_context_other": [],
     "floor_function": [V, V, ctypes.c_char_p, INT], "floor_run": [V, INT, V, INT],
     "floor_time": [V, INT, V, INT, INT, INT, V, V],
+    "floor_graph": [V, V, INT, V, INT], "floor_graph_time": [V, INT, INT, V, V],
 }
 
 
@@ -434,6 +435,22 @@ class Floor:
     def time(self, samples, per_sample):
         host, total = (ctypes.c_double * samples)(), (ctypes.c_double * samples)()
         check(_lib.floor_time(self.zeros, self.n_zeros, self.launches, len(self.launches), samples, per_sample, host, total))
+        return list(host), list(total)
+
+
+class FloorGraph:
+    """The floor as one graph of the driver, enqueued as a whole."""
+
+    def __init__(self, floor):
+        self.floor, self.handle = floor, V()
+        check(_lib.floor_graph(ctypes.byref(self.handle), floor.zeros, floor.n_zeros, floor.launches, len(floor.launches)))
+
+    def execute(self):
+        check(_lib.gpu_graph_launch(self.handle))
+
+    def time(self, samples, per_sample):
+        host, total = (ctypes.c_double * samples)(), (ctypes.c_double * samples)()
+        check(_lib.floor_graph_time(self.handle, samples, per_sample, host, total))
         return list(host), list(total)
 
 
