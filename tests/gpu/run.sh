@@ -33,6 +33,8 @@
 #   OUT                 folder for the full log
 #   PYTHON              python3 with jax for CUDA, jinja2, and for `suite` torch, e3nn and pytest
 #   LIMIT               seconds for everything (520): `suite` gets what the others leave
+#   SOAK                seconds of `replay`'s soak (20)
+#   STEP_ROUNDS, STEP_BUFFERS                  rounds of `steps` (2), and with which command buffers ("on off")
 #   SUITE_SHARDS, SUITE_SAMPLES, SUITE_EXTRA   processes for each module (8); see suite.py
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd) root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -163,7 +165,7 @@ if wants steps; then
   t=$SECONDS
   : >"$work/steps.log"
   for ((round = 0; round < ${STEP_ROUNDS:-2}; round++)); do
-    for buffers in on off; do
+    for buffers in ${STEP_BUFFERS:-on off}; do
       flags=$([[ $buffers == on ]] || echo --xla_gpu_enable_command_buffer=)
       step "$buffers-ours" ours XLA_FLAGS="$flags" || echo "ours $buffers failed" >>"$work/steps.log"
       step "$buffers-launches" ours XLA_FLAGS="$flags" OEQ_REPLAY=off || echo "launches $buffers failed" >>"$work/steps.log"
