@@ -277,7 +277,7 @@ fn threads_share_a_site_without_sharing_its_graph_at_a_time() {
     }
     assert_eq!(world.stand_in.count("overlaps"), 0);
     let calls_now = world.stand_in.count("launches") / 4 + world.stand_in.count("graph_launches");
-    assert_eq!((calls_now - calls_before) as u64, threads * calls);
+    assert_eq!(u64::try_from(calls_now - calls_before).unwrap(), threads * calls);
 }
 
 #[test]

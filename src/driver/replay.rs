@@ -84,7 +84,7 @@ unsafe impl Sync for Slot {}
 enum Stage {
     /// So many calls were made of launches.
     Direct(u32),
-    Graph(Graph),
+    Graph(Box<Graph>),
     /// A graph could not be had, or failed.
     Never,
 }
@@ -101,7 +101,8 @@ struct Entered<'a>(&'a Slot);
 impl Slot {
     #[inline]
     fn enter(&self) -> Option<Entered<'_>> {
-        (!self.taken.swap(true, Ordering::Acquire)).then_some(Entered(self))
+        // Made only where it was free: dropping an `Entered` gives the slot back.
+        if self.taken.swap(true, Ordering::Acquire) { None } else { Some(Entered(self)) }
     }
 }
 
@@ -185,7 +186,7 @@ unsafe fn first(stage: &mut Stage, place: &Place, work: &Work<'_>) -> bool {
     };
     match made {
         Ok(graph) => {
-            *stage = Stage::Graph(graph);
+            *stage = Stage::Graph(Box::new(graph));
             true
         }
         Err(error) => {
@@ -214,7 +215,8 @@ fn is_capturing(stream: CUstream) -> bool {
 struct Graph {
     context: CUcontext,
     stream: CUstream,
-    graph: CUgraph,
+    /// Its nodes' names are this graph's.
+    template: CUgraph,
     exec: CUgraphExec,
     /// First those of the zeroing kernel, then one for each launch.
     nodes: SmallVec<[CUgraphNode; 6]>,
@@ -232,7 +234,7 @@ impl Graph {
         let mut graph = Self {
             context: place.context,
             stream: place.stream,
-            graph: ptr::null_mut(),
+            template: ptr::null_mut(),
             exec: ptr::null_mut(),
             nodes: SmallVec::new(),
             zeros: SmallVec::from_slice(work.zeros),
@@ -240,7 +242,7 @@ impl Graph {
             words: work.words.to_vec(),
         };
         // SAFETY: the driver writes one handle.
-        check(unsafe { cuGraphCreate(&raw mut graph.graph, 0) }, "cuGraphCreate")?;
+        check(unsafe { cuGraphCreate(&raw mut graph.template, 0) }, "cuGraphCreate")?;
         for zeros in regions(work.zeros) {
             // SAFETY: by this function's contract.
             unsafe { with_zero_fill(place, zeros, |node| graph.add(node))? };
@@ -250,7 +252,7 @@ impl Graph {
             unsafe { with_launch(work, index, |node| graph.add(node))? };
         }
         // SAFETY: the graph is whole; the driver writes one handle.
-        let status = unsafe { cuGraphInstantiateWithFlags(&raw mut graph.exec, graph.graph, 0) };
+        let status = unsafe { cuGraphInstantiateWithFlags(&raw mut graph.exec, graph.template, 0) };
         check(status, "cuGraphInstantiate")?;
         Ok(graph)
     }
@@ -261,7 +263,7 @@ impl Graph {
         let last = self.nodes.last().map_or(ptr::null(), ptr::from_ref);
         // SAFETY: the graph is alive, the dependency is a node of it, and the driver copies the parameters.
         let status =
-            unsafe { cuGraphAddKernelNode(&raw mut added, self.graph, last, usize::from(!last.is_null()), node) };
+            unsafe { cuGraphAddKernelNode(&raw mut added, self.template, last, usize::from(!last.is_null()), node) };
         check(status, "cuGraphAddKernelNode")?;
         self.nodes.push(added);
         Ok(())
@@ -319,8 +321,8 @@ impl Drop for Graph {
             if !self.exec.is_null() {
                 cuGraphExecDestroy(self.exec);
             }
-            if !self.graph.is_null() {
-                cuGraphDestroy(self.graph);
+            if !self.template.is_null() {
+                cuGraphDestroy(self.template);
             }
         }
     }
