@@ -21,7 +21,7 @@ count() { echo $((($(total "$1" "$2" 3000) - $(total "$1" "$2" 1000)) / 2000)); 
 worst=0
 printf '%-22s %-11s %10s %10s\n' target stage now recorded
 for target in tp_forward tp_backward tp_double_backward conv_forward conv_backward conv_double_backward; do
-  for stage in execute initialize; do
+  for stage in execute initialize stateless; do
     now=$(count "$target" "$stage")
     [ "${1:-}" = --record ] && echo "$target $stage $now" >>"$recorded"
     before=$(sed -n "s/^$target $stage //p" "$recorded")

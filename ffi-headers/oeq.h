@@ -147,6 +147,8 @@ OEQ_EXPORT OeqStatus oeq_registration_results(OeqRegistration* registration);
 
 /* Execute functions (XLA_FFI_Handler) for hosts that register one function per target and nothing else. They keep no
  * state, so every call compares its payload with the kernels that are known: microseconds more than a call with state.
+ * One function serves every platform: a call that has a GPU stream runs there, and one that XLA lends threads to, as its CPU
+ * platform does, runs on the CPU.
  * The shared library shows them under the targets' plain names too (conv_forward, ...), the static one does not. */
 struct XLA_FFI_CallFrame;
 struct XLA_FFI_Error;
@@ -186,7 +188,8 @@ typedef struct OeqStats {
 } OeqStats;
 OEQ_EXPORT OeqStatus oeq_get_stats(OeqStats* stats);
 
-/* ---- Compiled kernels ------------------------------------------------------------------------------------------------ */
+/* ---- Compiled kernels ------------------------------------------------------------------------------------------------
+ * What follows is for both platforms, whenever it is called: before or after either is first used. */
 
 /* Uses a bundle of compiled kernels (made by `oeq compile --out`, or by oeq_export_compiled) before the store and the
  * compiler: with every kernel in it, neither NVRTC nor a writable disk is needed. Several add up; those of OEQ_BUNDLE come

@@ -46,8 +46,8 @@ pub struct Config {
     pub arch: Vec<Target>,
     /// `OEQ_CXX`: the C++ compiler of the host platform, a path or a name in `PATH`. Default: search.
     pub cxx: Option<PathBuf>,
-    /// `OEQ_HOST_THREADS`: the most threads that work on one call of the host platform, XLA's own included. Default: as
-    /// for `OEQ_COMPILE_THREADS`.
+    /// `OEQ_HOST_THREADS`: the most threads that work on one call of the host platform: the one on which XLA calls, and
+    /// others of XLA's pool. Default: as for `OEQ_COMPILE_THREADS`.
     pub host_threads: usize,
     /// `OEQ_REPLAY`: whether a call site that is called again and again gets a graph of the driver, which is cheaper than
     /// launches, `on` or `off`.

@@ -33,13 +33,16 @@ impl std::fmt::Debug for Runtime {
 }
 
 static GLOBAL: OnceLock<Result<Runtime>> = OnceLock::new();
+/// That of the host platform, beside it.
+#[cfg(feature = "host")]
+static HOST: OnceLock<Result<Runtime>> = OnceLock::new();
 /// Options that the program set before the runtime started.
 static OPTIONS: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
 
 /// Bundles and a listener that the program gave before the runtime started.
 static WAITING: Mutex<(Vec<Bundle>, Option<Listener>)> = Mutex::new((Vec::new(), None));
 
-/// Uses a bundle in the process's runtime, now or as soon as it starts. This does not start it.
+/// Uses a bundle in the process's runtime, for all platforms, now or as soon as it starts. This does not start it.
 pub fn load_bundle(bundle: Bundle) {
     lock(&WAITING).0.push(bundle);
     if let Some(Ok(runtime)) = GLOBAL.get() {
@@ -123,14 +126,13 @@ impl Runtime {
     }
 
     /// The process's runtime for the host platform: records, compiler and device of its own, and the options, compile
-    /// threads and counters of [`Runtime::global`].
+    /// threads, counters, bundles and listener of [`Runtime::global`], whenever they are given.
     ///
     /// # Errors
     /// See [`Runtime::global`].
     #[cfg(feature = "host")]
     #[inline]
     pub fn host() -> Result<&'static Self> {
-        static HOST: OnceLock<Result<Runtime>> = OnceLock::new();
         HOST.get_or_init(|| {
             let shared = Self::global()?;
             let config = shared.config.clone();
@@ -138,7 +140,7 @@ impl Runtime {
             let compiler = Arc::new(crate::compile::host::HostCompiler::new(config.cxx.clone()));
             Ok(Self {
                 driver: Box::new(crate::driver::host::Host::new(config.host_threads)),
-                images: Arc::new(Images::new(&config, compiler, Arc::clone(&shared.counters))),
+                images: Arc::new(shared.images.beside(&config, compiler)),
                 config,
                 pool: Arc::clone(&shared.pool),
                 counters: Arc::clone(&shared.counters),
@@ -190,25 +192,37 @@ impl Runtime {
         distinct.into_iter().try_for_each(|architecture| record.schedule(self, order, architecture))
     }
 
-    /// Uses the compiled kernels of a bundle from now on, before the store and the compiler.
+    /// Uses the compiled kernels of a bundle from now on, before the store and the compiler. In the process's runtime, on
+    /// every platform.
     pub fn load_bundle(&self, bundle: Bundle) {
         self.images.add_bundle(Arc::new(bundle));
     }
 
-    /// Every kernel that was compiled in this process so far, or came from elsewhere, as a bundle's bytes. Waits for what
-    /// is being compiled.
+    /// Every kernel that this runtime has compiled so far, or got from elsewhere, as a bundle's bytes; the process's runtime
+    /// answers those of all platforms. Waits for what is being compiled.
     #[must_use]
     pub fn export_compiled(&self) -> Vec<u8> {
         let mut builder = Builder::default();
-        for record in self.interner.records() {
-            for stored in record.compiled(self) {
-                builder.add(stored);
+        self.add_compiled(&mut builder);
+        #[cfg(feature = "host")]
+        if let (Some(Ok(global)), Some(Ok(host))) = (GLOBAL.get(), HOST.get()) {
+            if std::ptr::eq(self, global) {
+                host.add_compiled(&mut builder);
             }
         }
         builder.build()
     }
 
-    /// Tells a listener what happens to each unit from now on; `None` tells nobody. One listener at a time.
+    fn add_compiled(&self, builder: &mut Builder) {
+        for record in self.interner.records() {
+            for stored in record.compiled(self) {
+                builder.add(stored);
+            }
+        }
+    }
+
+    /// Tells a listener what happens to each unit from now on, on every platform; `None` tells nobody. One listener at a
+    /// time.
     pub fn set_progress(&self, listener: Option<Listener>) {
         self.images.set_listener(listener);
     }

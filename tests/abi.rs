@@ -109,6 +109,8 @@ fn shared_layouts(facts: &mut Facts) {
     put(facts, "MetadataExtension.STRUCT_SIZE", ffi::MetadataExtension::STRUCT_SIZE);
     extensible!(facts, "StreamGetArgs", StreamGetArgs { ctx, stream });
     extensible!(facts, "DeviceOrdinalGetArgs", DeviceOrdinalGetArgs { ctx, device_ordinal });
+    extensible!(facts, "ThreadPoolScheduleArgs", ThreadPoolScheduleArgs { ctx, task, data });
+    extensible!(facts, "ThreadPoolNumThreadsArgs", ThreadPoolNumThreadsArgs { ctx, num_threads });
 }
 
 fn versioned_layouts(facts: &mut Facts, minor: i64) {

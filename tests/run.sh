@@ -85,8 +85,10 @@ host_platform() {
   OEQ_PYTHON=$PYTHON tests/hosts/plugins.sh >"$BUILD/host-plugins" || return
   mapfile -t plugins < <(awk '$2 == "cpu" { print $3 }' "$BUILD/host-plugins")
   cargo build --quiet --example native_host || return
-  PYTHONPATH=$ROOT/ffi-headers/python:$CACHE/openequivariance-$(requirements openequivariance.txt | sed -n '1s/.*==//p') \
-    "$PYTHON" tests/host/model.py "$BUILD/host-models" "$host" "${plugins[@]}"
+  PYTHONPATH=$ROOT/ffi-headers/python:$CACHE/openequivariance-$(oeq_version) \
+    "$PYTHON" tests/host/model.py "$BUILD/host-models" "$host" "${plugins[@]}" || return
+  say "where the time of a step goes, in a debug build of the library"
+  PYTHONPATH=$ROOT/ffi-headers/python:$CACHE/openequivariance-$(oeq_version):$ROOT/tests/host "$PYTHON" tests/host/step.py 2
 }
 
 variants() {

@@ -58,13 +58,18 @@ pub fn label(family: &str, entry_points: &[&str], target: Target) -> String {
 pub struct Images {
     compiler: Arc<dyn Compiler>,
     store: Option<Store>,
+    wanted: OnceLock<Wanted>,
+    shared: Arc<Shared>,
+}
+
+/// What the platforms of one runtime share: a program that gives a bundle or a listener means all of them.
+struct Shared {
     /// The bundles of the configuration, as paths.
     list: Option<String>,
     /// The same, opened by the first worker.
     listed: OnceLock<Result<Vec<Arc<Bundle>>>>,
     /// Added by the program.
     added: RwLock<Vec<Arc<Bundle>>>,
-    wanted: OnceLock<Wanted>,
     counters: Arc<Counters>,
     bell: Bell,
     total: AtomicU64,
@@ -73,7 +78,7 @@ pub struct Images {
 
 impl fmt::Debug for Images {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Images").field("store", &self.store).field("bundles", &self.list).finish_non_exhaustive()
+        f.debug_struct("Images").field("store", &self.store).field("bundles", &self.shared.list).finish_non_exhaustive()
     }
 }
 
@@ -81,11 +86,24 @@ impl Images {
     /// The ways that the configuration names. Touches no disk.
     #[must_use]
     pub fn new(config: &Config, compiler: Arc<dyn Compiler>, counters: Arc<Counters>) -> Self {
-        let store = match (config.store, config.store_directory()) {
+        let store = Self::store_of(config, &compiler, &counters);
+        Self::with(store, config.bundle.clone(), compiler, counters)
+    }
+
+    /// The ways for another platform of the same runtime: with a compiler and a store of its own, and with these bundles,
+    /// this listener and these counters, whenever they are given.
+    #[must_use]
+    pub fn beside(&self, config: &Config, compiler: Arc<dyn Compiler>) -> Self {
+        let store = Self::store_of(config, &compiler, &self.shared.counters);
+        Self { compiler, store, wanted: OnceLock::new(), shared: Arc::clone(&self.shared) }
+    }
+
+    fn store_of(config: &Config, compiler: &Arc<dyn Compiler>, counters: &Arc<Counters>) -> Option<Store> {
+        match (config.store, config.store_directory()) {
             // A compiler that does not say which one it is makes nothing that another process could take for its own.
             _ if compiler.search().is_none() => None,
             (false, _) => None,
-            (true, Some(directory)) => Some(Store::new(&directory, config.store_bytes, Arc::clone(&counters))),
+            (true, Some(directory)) => Some(Store::new(&directory, config.store_bytes, Arc::clone(counters))),
             (true, None) => {
                 log::warn!(
                     "oeq-native: the user has no cache directory; compiled kernels are kept in memory only (OEQ_STORE_DIR \
@@ -93,8 +111,7 @@ impl Images {
                 );
                 None
             }
-        };
-        Self::with(store, config.bundle.clone(), compiler, counters)
+        }
     }
 
     /// The ways that are given. `bundles` is a list of paths with colons between them.
@@ -105,18 +122,16 @@ impl Images {
         compiler: Arc<dyn Compiler>,
         counters: Arc<Counters>,
     ) -> Self {
-        Self {
-            compiler,
-            store,
+        let shared = Shared {
             list: bundles,
             listed: OnceLock::new(),
             added: RwLock::default(),
-            wanted: OnceLock::new(),
             counters,
             bell: Bell::default(),
             total: AtomicU64::new(0),
             done: AtomicU64::new(0),
-        }
+        };
+        Self { compiler, store, wanted: OnceLock::new(), shared: Arc::new(shared) }
     }
 
     /// The store, if there is one.
@@ -135,31 +150,31 @@ impl Images {
 
     /// Uses a bundle from now on, after those that came before.
     pub fn add_bundle(&self, bundle: Arc<Bundle>) {
-        self.added.write().unwrap_or_else(PoisonError::into_inner).push(bundle);
+        self.shared.added.write().unwrap_or_else(PoisonError::into_inner).push(bundle);
     }
 
     /// Tells this listener and no other, or nobody.
     pub fn set_listener(&self, listener: Option<Listener>) {
-        self.bell.set(listener);
+        self.shared.bell.set(listener);
     }
 
     /// Says that a unit waits for a thread.
     pub fn queued(&self, label: &str, queued: Instant) {
-        self.total.fetch_add(1, Ordering::Relaxed);
+        self.shared.total.fetch_add(1, Ordering::Relaxed);
         self.tell(label, queued, Step::Queued);
     }
 
     /// Says what happens to a unit.
     pub fn tell(&self, label: &str, queued: Instant, step: Step) {
         if step.is_last() {
-            self.done.fetch_add(1, Ordering::Relaxed);
+            self.shared.done.fetch_add(1, Ordering::Relaxed);
         }
-        self.bell.ring(&Progress {
+        self.shared.bell.ring(&Progress {
             unit: label,
             step,
             elapsed: queued.elapsed(),
-            total: self.total.load(Ordering::Relaxed),
-            done: self.done.load(Ordering::Relaxed),
+            total: self.shared.total.load(Ordering::Relaxed),
+            done: self.shared.done.load(Ordering::Relaxed),
         });
     }
 
@@ -178,7 +193,7 @@ impl Images {
             Ok(None) => return None,
             Ok(Some((stored, step))) => (Ok(stored), step),
             Err(error) => {
-                bump(&self.counters.failed);
+                bump(&self.shared.counters.failed);
                 (Err(error), Step::Failed)
             }
         };
@@ -188,7 +203,7 @@ impl Images {
 
     fn find_or_make(&self, request: &Request<'_>, may_defer: bool) -> Result<Option<(Stored, Step)>> {
         if let Some(stored) = self.bundled(&request.key)? {
-            bump(&self.counters.bundle_hits);
+            bump(&self.shared.counters.bundle_hits);
             return Ok(Some((stored, Step::FromBundle)));
         }
         let Some((store, search)) = self.store.as_ref().zip(self.compiler.search()) else {
@@ -200,7 +215,7 @@ impl Images {
         }
         if may_defer {
             // Asked for the second time, it would be counted twice.
-            bump(&self.counters.store_misses);
+            bump(&self.shared.counters.store_misses);
         }
         let compiler = self.compiler.identify().map_err(|error| self.without_compiler(error))?;
         store.remember_compiler(&search, compiler.version, &compiler.library);
@@ -215,7 +230,7 @@ impl Images {
             Locked::Without => None,
             Locked::Busy if may_defer => return Ok(None),
             Locked::Busy => {
-                bump(&self.counters.store_waits);
+                bump(&self.shared.counters.store_waits);
                 self.tell(request.label, request.queued, Step::Elsewhere);
                 match store.lock(&request.key, compiler.version, true) {
                     Locked::Held(hold) => Some(hold),
@@ -238,19 +253,20 @@ impl Images {
     }
 
     fn bundled(&self, key: &Key) -> Result<Option<Stored>> {
-        if let Some(list) = &self.list {
-            if self.listed.get().is_none() {
+        if let Some(list) = &self.shared.list {
+            if self.shared.listed.get().is_none() {
                 // Two workers may both open them; the one who is second drops its own.
                 let bundles = bundle::open_list(list).map(|bundles| bundles.into_iter().map(Arc::new).collect());
-                let _ = self.listed.set(bundles.map_err(|error| error.context("environment variable OEQ_BUNDLE")));
+                let _ =
+                    self.shared.listed.set(bundles.map_err(|error| error.context("environment variable OEQ_BUNDLE")));
             }
         }
-        let listed: &[Arc<Bundle>] = match self.listed.get() {
+        let listed: &[Arc<Bundle>] = match self.shared.listed.get() {
             Some(Ok(bundles)) => bundles,
             Some(Err(error)) => return Err(error.clone()),
             None => &[],
         };
-        let added = self.added.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let added = self.shared.added.read().unwrap_or_else(PoisonError::into_inner).clone();
         for bundle in listed.iter().chain(&added) {
             match bundle.find(key) {
                 Ok(Some(stored)) => return Ok(Some(stored)),
@@ -286,7 +302,7 @@ impl Images {
 
     fn stored(&self, store: &Store, key: &Key, wanted: Wanted) -> Option<(Stored, Step)> {
         let stored = store.find(key, wanted)?;
-        bump(&self.counters.store_hits);
+        bump(&self.shared.counters.store_hits);
         Some((stored, Step::FromStore))
     }
 
@@ -304,7 +320,7 @@ impl Images {
                 extra_options: &request.target.options(),
             })
             .map_err(|error| self.without_compiler(error))?;
-        bump(&self.counters.compiled);
+        bump(&self.shared.counters.compiled);
         let (family, target) = (request.family.to_owned(), request.target.to_string());
         Ok(Stored { key: request.key, family, target, compiler: version, image })
     }
@@ -312,8 +328,8 @@ impl Images {
     /// The error that there is no compiler, with why one was needed.
     fn without_compiler(&self, error: Error) -> Error {
         let bundles: Vec<String> =
-            self.listed.get().into_iter().flatten().flatten().map(|b| b.name().to_owned()).collect();
-        let added = self.added.read().unwrap_or_else(PoisonError::into_inner);
+            self.shared.listed.get().into_iter().flatten().flatten().map(|b| b.name().to_owned()).collect();
+        let added = self.shared.added.read().unwrap_or_else(PoisonError::into_inner);
         let names = [bundles, added.iter().map(|bundle| bundle.name().to_owned()).collect()].concat();
         if error.code() != Code::FailedPrecondition || names.is_empty() {
             return error;

@@ -61,7 +61,7 @@ pub struct Progress<'a> {
     pub step: Step,
     /// Since it was queued.
     pub elapsed: Duration,
-    /// Units queued in this runtime so far, and those of them that are done.
+    /// Units queued in this runtime so far, on all its platforms, and those of them that are done.
     pub total: u64,
     /// See `total`.
     pub done: u64,

@@ -1,5 +1,10 @@
 //! The host backend: an image is a shared library, a launch runs the grid on the caller and a bounded set of threads, and
-//! returns when it is done. There are no streams.
+//! returns when it is done. There are no streams; in a stream's place the caller may name threads that are lent to the call
+//! ([`Threads`]). Without them the device has a team of its own.
+//!
+//! The caller always works, and never waits for a thread that has not come: lent threads may be busy, may be the caller
+//! itself, may come when everything is over. What they are given is therefore a counted reference to the `Grid`: who
+//! comes late finds it closed, and looks at nothing else.
 //!
 //! A block is run by the image's own code (`kernels/host/oeq_host.h`), in memory that this side provides: a region with
 //! the stacks of a warp's lanes, and the block's shared memory. Each thread that works on a grid has a `Place` of both.
@@ -8,6 +13,7 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -29,6 +35,41 @@ const MAX_SHARED: u32 = 16 << 20;
 
 /// Runs one block: region, parameters, block, blocks, threads, shared memory.
 type RunBlock = unsafe extern "C" fn(*mut c_void, *const *mut c_void, u32, u32, u32, *mut c_void);
+
+/// What a lent thread runs.
+pub type Task = unsafe extern "C" fn(*mut c_void);
+
+/// Somebody who lends threads to a call.
+pub trait Lender {
+    /// How many threads there are to lend.
+    fn threads(&self) -> usize;
+
+    /// Has a thread run a task with `data`, once: sooner or later, maybe at once and on the calling thread.
+    ///
+    /// # Errors
+    /// The task was not taken and will not run.
+    ///
+    /// # Safety
+    /// `task` may be called with `data` once, from any thread, at any time from now on.
+    unsafe fn lend(&self, task: Task, data: *mut c_void) -> Result<()>;
+}
+
+/// Threads that are lent to a call: what stands in a stream's place on the host.
+pub struct Threads<'a>(pub &'a dyn Lender);
+
+impl std::fmt::Debug for Threads<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Threads({})", self.0.threads())
+    }
+}
+
+impl Threads<'_> {
+    /// What [`Driver::enqueue`] takes for a stream. This value must live through that call.
+    #[must_use]
+    pub fn as_stream(&self) -> Stream {
+        Stream(ptr::from_ref(self).cast_mut().cast())
+    }
+}
 
 /// The host CPU as a device.
 #[derive(Debug)]
@@ -167,7 +208,7 @@ struct Team {
 }
 
 // SAFETY: the parameters, and everything that they and the kernel point to, are valid until the grid is closed and the
-// team has left, which the caller waits for; kernels are made to be run by many threads.
+// team has left, which the caller waits for; nobody looks at them afterwards. Kernels are made to be run by many threads.
 unsafe impl Send for Grid {}
 // SAFETY: as above; the rest is atomics and locks.
 unsafe impl Sync for Grid {}
@@ -212,12 +253,11 @@ impl Grid {
             }
             team.inside += 1;
         }
+        let _leaving = Leaving(self);
         if let Err(error) = self.work() {
             // The caller, who cannot do without, runs what is left.
             log::warn!("oeq-native: a thread could not help: {error}");
         }
-        lock(&self.team).inside -= 1;
-        self.left.notify_all();
     }
 
     /// Keeps helpers out from now on, and waits for those that are inside.
@@ -226,6 +266,61 @@ impl Grid {
         team.closed = true;
         while team.inside > 0 {
             team = self.left.wait(team).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// A helper that has come in goes out again, whatever happens: the caller waits for it.
+struct Leaving<'a>(&'a Grid);
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.team).inside -= 1;
+        self.0.left.notify_all();
+    }
+}
+
+/// A grid that is closed, whatever happens, before its parameters go.
+struct Closing<'a>(&'a Grid);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// The task of a lent thread.
+///
+/// # Safety
+/// `data` is a counted reference to a [`Grid`] that was given away with the task.
+unsafe extern "C" fn help(data: *mut c_void) {
+    // SAFETY: by the function's contract.
+    let grid = unsafe { Arc::from_raw(data.cast_const().cast::<Grid>()) };
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(move || grid.help())) {
+        // What was thrown may throw again, and the thread is somebody else's.
+        std::mem::forget(panic);
+    }
+}
+
+impl Host {
+    /// Asks up to `wanted` threads to help with a grid: lent ones, and the device's own where none are lent.
+    fn ask(&self, grid: &Arc<Grid>, lent: Option<&Threads<'_>>, wanted: usize) {
+        let mut asked = 0;
+        while let Some(threads) = lent.filter(|_| asked < wanted) {
+            let data = Arc::into_raw(Arc::clone(grid));
+            // SAFETY: the task takes one reference of this grid, which is given away with it.
+            if let Err(error) = unsafe { threads.0.lend(help, data.cast_mut().cast()) } {
+                // SAFETY: the reference was not taken.
+                drop(unsafe { Arc::from_raw(data) });
+                log::debug!("oeq-native: {asked} of {wanted} threads were lent: {error}");
+                break;
+            }
+            asked += 1;
+        }
+        for _ in asked..wanted {
+            let grid = Arc::clone(grid);
+            // A thread that cannot be had is not needed.
+            drop(self.team.submit(0, Box::new(move || grid.help())));
         }
     }
 }
@@ -275,7 +370,11 @@ impl Driver for Host {
         Ok(Box::new(LoadedLibrary { functions: found, _library: library }))
     }
 
-    unsafe fn enqueue(&self, _ordinal: u32, _stream: Stream, work: &Work<'_>) -> Result<()> {
+    /// The stream is null, or what [`Threads::as_stream`] made of threads that live through the call.
+    unsafe fn enqueue(&self, _ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
+        // SAFETY: null, or threads that live through the call.
+        let lent = unsafe { stream.0.cast_const().cast::<Threads<'_>>().as_ref() };
+        let most = lent.map_or(self.threads, |threads| self.threads.min(threads.0.threads() + 1));
         for zero in work.zeros {
             let bytes = usize::try_from(zero.bytes).unwrap_or(usize::MAX);
             // SAFETY: the caller vouches for addresses, which are the host's own here.
@@ -285,7 +384,7 @@ impl Driver for Host {
             let words = &work.words[launch.words.clone()];
             let parameters: SmallVec<[*mut c_void; 16]> =
                 launch.parameters.iter().map(|first| words[usize::from(*first)..].as_ptr().cast_mut().cast()).collect();
-            let shares = self.threads.min(launch.blocks as usize).max(1);
+            let shares = most.min(launch.blocks as usize).max(1);
             let grid = Arc::new(Grid {
                 // SAFETY: the function came from `load`, which looked it up as one of this type.
                 run: unsafe { std::mem::transmute::<usize, RunBlock>(function.0) },
@@ -299,13 +398,10 @@ impl Driver for Host {
                 team: Mutex::default(),
                 left: Condvar::new(),
             });
-            for _ in 1..shares {
-                let grid = Arc::clone(&grid);
-                // A thread that cannot be had is not needed.
-                drop(self.team.submit(0, Box::new(move || grid.help())));
-            }
+            let closing = Closing(&grid);
+            self.ask(&grid, lent, shares - 1);
             let outcome = grid.work();
-            grid.close();
+            drop(closing);
             outcome.map_err(|error| error.context(format_args!("running `{}`", launch.entry)))?;
         }
         Ok(())

@@ -19,7 +19,8 @@ use self::replay::Replays;
 use crate::compile::{Architecture, Image};
 use crate::error::Result;
 
-/// A stream handle of the backend (`CUstream`), as XLA hands it out.
+/// A stream handle of the backend: a `CUstream`, as XLA hands it out; on the host, what `host::Threads::as_stream` answers,
+/// or null.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream(pub *mut c_void);
 

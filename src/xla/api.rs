@@ -204,6 +204,47 @@ impl Api {
         }
     }
 
+    /// How many threads XLA lends to this invocation. Only its CPU platform has some.
+    ///
+    /// # Errors
+    /// XLA's own: this platform has no threads to lend.
+    pub fn pool_threads(self, context: Context) -> Result<usize> {
+        let mut threads = 0;
+        let mut args = ffi::ThreadPoolNumThreadsArgs {
+            struct_size: ffi::ThreadPoolNumThreadsArgs::STRUCT_SIZE,
+            extension_start: ptr::null_mut(),
+            ctx: context.0,
+            num_threads: &raw mut threads,
+        };
+        // SAFETY: the slot is in every version; the context belongs to the running call.
+        let error = unsafe { (*self.raw).thread_pool_num_threads.map(|number| number(&raw mut args)) }
+            .ok_or_else(|| missing("ThreadPool_NumThreads"))?;
+        self.consume(error)?;
+        Ok(usize::try_from(threads).unwrap_or(0))
+    }
+
+    /// Gives a task to the threads that XLA lends to this invocation. It runs once: sooner or later, maybe before this
+    /// returns and on the calling thread, maybe after the invocation has ended.
+    ///
+    /// # Errors
+    /// XLA's own: it did not take the task, which will not run.
+    ///
+    /// # Safety
+    /// `task` may be called with `data` once, from any thread, at any time from now on, and does not unwind.
+    pub unsafe fn schedule(self, context: Context, task: ffi::Task, data: *mut c_void) -> Result<()> {
+        let mut args = ffi::ThreadPoolScheduleArgs {
+            struct_size: ffi::ThreadPoolScheduleArgs::STRUCT_SIZE,
+            extension_start: ptr::null_mut(),
+            ctx: context.0,
+            task: Some(task),
+            data,
+        };
+        // SAFETY: the slot is in every version; the context belongs to the running call, and the task is as XLA needs it.
+        let error = unsafe { (*self.raw).thread_pool_schedule.map(|schedule| schedule(&raw mut args)) }
+            .ok_or_else(|| missing("ThreadPool_Schedule"))?;
+        self.consume(error)
+    }
+
     /// Gives the call site's state to XLA, which destroys it with `deleter` when the executable goes.
     ///
     /// # Errors

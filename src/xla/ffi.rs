@@ -529,6 +529,41 @@ pub struct DeviceOrdinalGetArgs {
 }
 struct_size!(DeviceOrdinalGetArgs, device_ordinal: i32);
 
+/// `XLA_FFI_Task`: what a thread of XLA's runs.
+pub type Task = unsafe extern "C" fn(*mut c_void);
+
+/// `XLA_FFI_ThreadPool_Schedule_Args`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ThreadPoolScheduleArgs {
+    /// Reported size.
+    pub struct_size: usize,
+    /// Extensions, or null.
+    pub extension_start: *mut ExtensionBase,
+    /// The invocation.
+    pub ctx: *mut ExecutionContext,
+    /// What to run, once.
+    pub task: Option<Task>,
+    /// What to run it with.
+    pub data: *mut c_void,
+}
+struct_size!(ThreadPoolScheduleArgs, data: *mut c_void);
+
+/// `XLA_FFI_ThreadPool_NumThreads_Args`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ThreadPoolNumThreadsArgs {
+    /// Reported size.
+    pub struct_size: usize,
+    /// Extensions, or null.
+    pub extension_start: *mut ExtensionBase,
+    /// The invocation.
+    pub ctx: *mut ExecutionContext,
+    /// Where the number goes.
+    pub num_threads: *mut i64,
+}
+struct_size!(ThreadPoolNumThreadsArgs, num_threads: *mut i64);
+
 /// `XLA_FFI_Metadata`. `state_type_id` exists from 0.2 on, but the reported size never grew: go by the version.
 #[repr(C)]
 #[derive(Debug)]
@@ -596,10 +631,10 @@ pub struct Api {
     pub device_memory_allocate: Unused,
     /// Scratch memory.
     pub device_memory_free: Unused,
-    /// Host threads.
-    pub thread_pool_schedule: Unused,
-    /// Host threads.
-    pub thread_pool_num_threads: Unused,
+    /// Gives a task to the platform's host threads.
+    pub thread_pool_schedule: Fallible<ThreadPoolScheduleArgs>,
+    /// How many host threads the platform has.
+    pub thread_pool_num_threads: Fallible<ThreadPoolNumThreadsArgs>,
     /// Asynchronous results.
     pub future_create: Unused,
     /// Asynchronous results.

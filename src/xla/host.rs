@@ -1,14 +1,21 @@
 //! The stage functions of the host platform.
 //!
 //! XLA's CPU runtime calls instantiate and execute only, shows no tensors in the former and has no stream in the latter. So
-//! execute resolves everything by itself, and has run the kernels when it returns. The CPU is one device, whatever ordinal
-//! XLA gives to its share of it.
+//! execute resolves everything by itself, and has run the kernels when it returns: on the thread on which XLA calls, and on
+//! those that XLA lends to the call. The CPU is one device, whatever ordinal XLA gives to its share of it.
 
+use std::cell::RefCell;
+use std::ffi::c_void;
+
+use super::api::{Api, Context};
 use super::ffi;
 use super::frame::Frame;
-use super::stages::{addresses, guard, instantiate_in, site_state, state_of, views};
+use super::stages::{addresses, guard, instantiate_in, prepared, site_state};
+use super::stateless::{self, Calls};
 use crate::driver::Stream;
+use crate::driver::host::{Lender, Task, Threads};
 use crate::error::Result;
+use crate::kernel::CallState;
 use crate::registry::Target;
 use crate::runtime::Runtime;
 
@@ -41,22 +48,61 @@ fn instantiate_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
 }
 
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
-    let runtime = Runtime::host()?;
     // SAFETY: the state is used within this call only.
-    let site = (unsafe { site_state(frame) })?;
-    let stateless;
-    let state = if let Some(site) = site {
-        site
-    } else {
-        stateless = state_of::<T>(runtime, frame)?;
-        &stateless
-    };
-    let prepared = if let Some(prepared) = state.prepared() {
-        prepared
-    } else {
-        let (operands, results) = views(frame)?;
-        state.check(&operands, &results)?
-    };
-    // SAFETY: the host has no streams; the buffers are this call's, and the prepared call is that of this call site.
-    unsafe { state.execute(runtime, 0, Stream(std::ptr::null_mut()), prepared, &addresses(frame)) }
+    let Some(state) = (unsafe { site_state(frame) })? else { return execute_stateless::<T>(frame) };
+    // SAFETY: the state is this call site's.
+    unsafe { run(Runtime::host()?, frame, state) }
+}
+
+thread_local! {
+    static CALLS: Calls = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs a call that has nothing but its frame.
+pub(super) fn execute_stateless<T: Target>(frame: &Frame<'_>) -> Result<()> {
+    let runtime = Runtime::host()?;
+    // SAFETY: the state is that of this frame's payload, order and shapes: made from it, or found equal.
+    stateless::execute_kept::<T>(&CALLS, runtime, frame, |state| unsafe { run(runtime, frame, state) })
+}
+
+/// Runs a call of a known state.
+///
+/// # Safety
+/// The state is that of the frame's payload, derivative order and tensor shapes.
+unsafe fn run(runtime: &Runtime, frame: &Frame<'_>, state: &CallState) -> Result<()> {
+    let prepared = prepared(frame, state)?;
+    let pool = XlaPool::of(frame);
+    let threads = pool.as_ref().map(|pool| Threads(pool));
+    // An XLA without threads to lend leaves the work to the device's own.
+    let stream = threads.as_ref().map_or(Stream(std::ptr::null_mut()), Threads::as_stream);
+    // SAFETY: the stream is none, or threads that live to the end of this function; the buffers are this call's, and by this
+    // function's contract the prepared call is of them.
+    unsafe { state.execute(runtime, 0, stream, prepared, &addresses(frame)) }
+}
+
+/// The threads that XLA lends to one call.
+struct XlaPool {
+    api: Api,
+    context: Context,
+    threads: usize,
+}
+
+impl XlaPool {
+    /// Those of a call; `None` where XLA lends none.
+    fn of(frame: &Frame<'_>) -> Option<Self> {
+        let (api, context) = (frame.api(), frame.context());
+        let threads = api.pool_threads(context).ok().filter(|threads| *threads > 0)?;
+        Some(Self { api, context, threads })
+    }
+}
+
+impl Lender for XlaPool {
+    fn threads(&self) -> usize {
+        self.threads
+    }
+
+    unsafe fn lend(&self, task: Task, data: *mut c_void) -> Result<()> {
+        // SAFETY: by this function's contract; tasks of the driver do not unwind.
+        unsafe { self.api.schedule(self.context, task, data) }
+    }
 }

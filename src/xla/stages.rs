@@ -25,7 +25,7 @@ use super::frame::{Attribute, Attributes, Frame, Tensors, metadata_of};
 use super::types;
 use crate::driver::Stream;
 use crate::error::{Code, Error, Result};
-use crate::kernel::state::Addresses;
+use crate::kernel::state::{Addresses, Prepared};
 use crate::kernel::{CallState, Payload};
 use crate::layout::TensorView;
 use crate::payload::{DictionaryPayload, Dtype};
@@ -172,8 +172,12 @@ fn initialize_call(frame: &Frame<'_>) -> Result<()> {
 fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
     // SAFETY: the state is used within this call only.
     let Some(state) = (unsafe { site_state(frame) })? else { return super::stateless::execute_call::<T>(frame) };
-    // SAFETY: the state is this call site's.
-    unsafe { execute_state(&call(frame)?, frame, state) }
+    let call = call(frame)?;
+    let prepared = prepared(frame, state)?;
+    // After the check, because a wrong tensor is wrong with and without a GPU.
+    let stream = frame.api().stream(frame.context()).map_err(|error| no_stream(call.runtime, &error))?;
+    // SAFETY: the state is this call site's, and the stream this call's.
+    unsafe { execute_state(&call, frame, state, prepared, Stream(stream)) }
 }
 
 /// What an execute call runs on.
@@ -187,23 +191,31 @@ pub(super) fn call(frame: &Frame<'_>) -> Result<Call<'static>> {
     Ok(Call { runtime: Runtime::global()?, ordinal: ordinal(frame)? })
 }
 
+/// The prepared call of a state, its tensors checked if they were not.
+#[inline]
+pub(super) fn prepared<'a>(frame: &Frame<'_>, state: &'a CallState) -> Result<&'a Prepared> {
+    state.prepared().map_or_else(|| check(frame, state), Ok)
+}
+
+#[cold]
+fn check<'a>(frame: &Frame<'_>, state: &'a CallState) -> Result<&'a Prepared> {
+    let (operands, results) = views(frame)?;
+    state.check(&operands, &results)
+}
+
 /// Runs a call of a known state.
 ///
 /// # Safety
-/// The state is that of the frame's payload, derivative order and tensor shapes.
+/// The state is that of the frame's payload, derivative order and tensor shapes, `prepared` is its prepared call, and the
+/// stream is the frame's.
 #[inline]
-pub(super) unsafe fn execute_state(call: &Call<'_>, frame: &Frame<'_>, state: &CallState) -> Result<()> {
-    let prepared = if let Some(prepared) = state.prepared() {
-        prepared
-    } else {
-        let (operands, results) = views(frame)?;
-        state.check(&operands, &results)?
-    };
-    // After the check, because a wrong tensor is wrong with and without a GPU.
-    let stream = match frame.api().stream(frame.context()) {
-        Ok(stream) => Stream(stream),
-        Err(error) => return Err(no_stream(call.runtime, &error)),
-    };
+pub(super) unsafe fn execute_state(
+    call: &Call<'_>,
+    frame: &Frame<'_>,
+    state: &CallState,
+    prepared: &Prepared,
+    stream: Stream,
+) -> Result<()> {
     // SAFETY: XLA's stream, ordinal and buffers belong together, and by this function's contract the prepared call is of
     // this frame's tensors.
     unsafe { state.execute(call.runtime, call.ordinal, stream, prepared, &addresses(frame)) }
@@ -211,7 +223,7 @@ pub(super) unsafe fn execute_state(call: &Call<'_>, frame: &Frame<'_>, state: &C
 
 /// Why there is no stream: usually because there is no GPU, which is the more useful thing to say.
 #[cold]
-fn no_stream(runtime: &Runtime, error: &Error) -> Error {
+pub(super) fn no_stream(runtime: &Runtime, error: &Error) -> Error {
     match runtime.driver.architectures() {
         Err(reason) => reason,
         Ok(_) => Error::new(

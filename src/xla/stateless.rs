@@ -11,18 +11,25 @@
 //! found by its length and hint, and only if everything cheaper (target, order, element types, dimensions) agrees. The rest
 //! of the call costs what a call with state costs: no lock, no allocation, no shape check, no state look-up, whose failure
 //! XLA would wrap into an error object. `benches/dispatch.rs` measures it.
+//!
+//! Such a host gives one function for every platform. Which one calls is seen from the frame, each time, because one XLA
+//! may have several: a GPU call has a stream, which it needs anyway. Where XLA has none but lends threads, it is the CPU,
+//! and the call goes to `xla::host`.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_int;
+use std::thread::LocalKey;
 
 use smallvec::SmallVec;
 
 use super::ffi;
 use super::frame::{Attribute, Frame, Tensors};
 use super::stages::{self, Call};
-use crate::error::Result;
+use crate::driver::Stream;
+use crate::error::{Error, Result};
 use crate::kernel::CallState;
 use crate::registry::{Derivative, Target};
+use crate::runtime::Runtime;
 use crate::targets::{convolution, tensor_product, variadic};
 
 /// Kept calls per thread. One more displaces the one that was made first.
@@ -31,7 +38,7 @@ const KEPT: usize = 256;
 /// Element types and dimensions of a call's tensors, one after another: type, rank, dimensions.
 type Shapes = SmallVec<[i64; 48]>;
 
-struct Kept {
+pub(super) struct Kept {
     target: &'static str,
     order: i64,
     shapes: Shapes,
@@ -40,8 +47,11 @@ struct Kept {
     state: CallState,
 }
 
+/// The calls of one platform that a thread has kept.
+pub(super) type Calls = RefCell<Vec<Kept>>;
+
 thread_local! {
-    static CALLS: RefCell<Vec<Kept>> = const { RefCell::new(Vec::new()) };
+    static CALLS: Calls = const { RefCell::new(Vec::new()) };
 }
 
 /// Execute function of a target for hosts that register no other stage.
@@ -55,9 +65,44 @@ pub unsafe extern "C" fn execute<T: Target>(frame: *mut ffi::CallFrame) -> *mut 
 
 /// Runs a call that has nothing but its frame.
 pub(super) fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
+    let stream = match frame.api().stream(frame.context()) {
+        Ok(stream) => Stream(stream),
+        Err(error) => return without_stream::<T>(frame, &error),
+    };
     let call = stages::call(frame)?;
-    let Some((kernel, order)) = key::<T>(frame) else { return anew::<T>(&call, frame).map(|_| ()) };
-    let outcome = CALLS.try_with(|calls| {
+    // SAFETY: the state is that of this frame's payload, order and shapes: made from it, or found equal.
+    execute_kept::<T>(&CALLS, call.runtime, frame, |state| unsafe { run(&call, frame, state, stream) })
+}
+
+/// Runs a call of a platform that has no streams.
+#[cold]
+fn without_stream<T: Target>(frame: &Frame<'_>, error: &Error) -> Result<()> {
+    #[cfg(feature = "host")]
+    if frame.api().pool_threads(frame.context()).is_ok() {
+        return super::host::execute_stateless::<T>(frame);
+    }
+    let call = stages::call(frame)?;
+    // A wrong call is wrong with and without a GPU.
+    stages::prepared(frame, &stages::state_of::<T>(call.runtime, frame)?)?;
+    Err(stages::no_stream(call.runtime, error))
+}
+
+/// Finds the state of a frame among the kept ones of a platform, or makes it on that platform's runtime and keeps it, and
+/// runs the call with it.
+#[inline]
+pub(super) fn execute_kept<T: Target>(
+    calls: &'static LocalKey<Calls>,
+    runtime: &Runtime,
+    frame: &Frame<'_>,
+    run: impl Fn(&CallState) -> Result<()>,
+) -> Result<()> {
+    let anew = || {
+        let state = stages::state_of::<T>(runtime, frame)?;
+        run(&state)?;
+        Ok(state)
+    };
+    let Some((kernel, order)) = key::<T>(frame) else { return anew().map(|_| ()) };
+    let outcome = calls.try_with(|calls| {
         // Nothing that a call does comes back to this thread's list; if it did, the call would just not be kept.
         let Ok(kept) = calls.try_borrow() else { return None };
         // Layers of one model have much in common: the call that was last seen at this address is compared first, so that
@@ -74,13 +119,13 @@ pub(super) fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
         };
         let found = find(true).or_else(|| find(false))?;
         found.address.set(address);
-        Some(run(&call, frame, &found.state))
+        Some(run(&found.state))
     });
     if let Ok(Some(outcome)) = outcome {
         return outcome;
     }
-    let state = anew::<T>(&call, frame)?;
-    let _ = CALLS.try_with(|calls| {
+    let state = anew()?;
+    let _ = calls.try_with(|calls| {
         let Ok(mut calls) = calls.try_borrow_mut() else { return };
         if calls.len() >= KEPT {
             calls.remove(0);
@@ -91,21 +136,21 @@ pub(super) fn execute_call<T: Target>(frame: &Frame<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Runs a call from its attributes alone, and answers its state.
-fn anew<T: Target>(call: &Call<'_>, frame: &Frame<'_>) -> Result<CallState> {
-    let state = stages::state_of::<T>(call.runtime, frame)?;
-    run(call, frame, &state)?;
-    Ok(state)
-}
-
+/// Runs a call on its stream.
+///
+/// # Safety
+/// The state is that of the frame's payload, order and shapes, and the stream is the frame's.
 #[inline]
-fn run(call: &Call<'_>, frame: &Frame<'_>, state: &CallState) -> Result<()> {
-    // SAFETY: the state is that of this frame's payload, order and shapes: made from it, or found equal.
-    unsafe { stages::execute_state(call, frame, state) }
+unsafe fn run(call: &Call<'_>, frame: &Frame<'_>, state: &CallState, stream: Stream) -> Result<()> {
+    let prepared = stages::prepared(frame, state)?;
+    // SAFETY: by this function's contract.
+    unsafe { stages::execute_state(call, frame, state, prepared, stream) }
 }
 
 /// The payload and the order of a call whose payload is one text. `None` for the rest: what is wrong, and the dictionaries
 /// of OEQ 0.5.0 to 0.5.3, whose identity is put together from many parts.
+#[allow(clippy::inline_always, reason = "used for two platforms, it is otherwise a call of its own in every warm call")]
+#[inline(always)]
 fn key<'a, T: Target>(frame: &Frame<'a>) -> Option<(&'a [u8], i64)> {
     let (mut kernel, mut order) = (
         None,

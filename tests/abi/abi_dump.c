@@ -215,6 +215,13 @@ static void context(void) {
   EXTENSIBLE("DeviceOrdinalGetArgs", XLA_FFI_DeviceOrdinal_Get_Args);
   FIELD("DeviceOrdinalGetArgs", XLA_FFI_DeviceOrdinal_Get_Args, ctx);
   FIELD("DeviceOrdinalGetArgs", XLA_FFI_DeviceOrdinal_Get_Args, device_ordinal);
+  EXTENSIBLE("ThreadPoolScheduleArgs", XLA_FFI_ThreadPool_Schedule_Args);
+  FIELD("ThreadPoolScheduleArgs", XLA_FFI_ThreadPool_Schedule_Args, ctx);
+  FIELD("ThreadPoolScheduleArgs", XLA_FFI_ThreadPool_Schedule_Args, task);
+  FIELD("ThreadPoolScheduleArgs", XLA_FFI_ThreadPool_Schedule_Args, data);
+  EXTENSIBLE("ThreadPoolNumThreadsArgs", XLA_FFI_ThreadPool_NumThreads_Args);
+  FIELD("ThreadPoolNumThreadsArgs", XLA_FFI_ThreadPool_NumThreads_Args, ctx);
+  FIELD("ThreadPoolNumThreadsArgs", XLA_FFI_ThreadPool_NumThreads_Args, num_threads);
 }
 
 static void api(void) {

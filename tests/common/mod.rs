@@ -50,6 +50,30 @@ pub struct FakeContext {
     pub stream: Option<u64>,
     pub ordinal: i32,
     pub refuse_state: bool,
+    /// The threads that a CPU platform lends; a GPU platform has none.
+    pub pool: Option<FakePool>,
+}
+
+/// A task that was given to a pool.
+pub struct FakeTask(ffi::Task, *mut c_void);
+
+unsafe impl Send for FakeTask {}
+
+impl FakeTask {
+    pub fn new(task: ffi::Task, data: *mut c_void) -> Self {
+        Self(task, data)
+    }
+
+    pub fn run(self) {
+        unsafe { (self.0)(self.1) }
+    }
+}
+
+/// Threads of XLA's: how many it says there are, and what it does with a task; `Err` if it does not take it.
+#[derive(Clone)]
+pub struct FakePool {
+    pub threads: i64,
+    pub schedule: Arc<dyn Fn(FakeTask) -> std::result::Result<(), FakeTask> + Send + Sync>,
 }
 
 static NEXT_TYPE: AtomicI64 = AtomicI64::new(1);
@@ -100,6 +124,27 @@ unsafe extern "C" fn ordinal_get(args: *mut ffi::DeviceOrdinalGetArgs) -> *mut f
     let args = unsafe { &mut *args };
     assert_eq!(args.struct_size, ffi::DeviceOrdinalGetArgs::STRUCT_SIZE);
     args.device_ordinal = unsafe { &*args.ctx.cast::<FakeContext>() }.ordinal;
+    ptr::null_mut()
+}
+
+const NO_POOL: &str = "XLA FFI CPU context is not available";
+
+unsafe extern "C" fn pool_schedule(args: *mut ffi::ThreadPoolScheduleArgs) -> *mut ffi::Error {
+    let args = unsafe { &*args };
+    assert_eq!(args.struct_size, 40);
+    // A copy: a task that runs at once may end the call's use of the context.
+    let Some(pool) = unsafe { &*args.ctx.cast::<FakeContext>() }.pool.clone() else { return fake_error(12, NO_POOL) };
+    match (pool.schedule)(FakeTask(args.task.expect("a task"), args.data)) {
+        Ok(()) => ptr::null_mut(),
+        Err(_) => fake_error(14, "the pool is closing"),
+    }
+}
+
+unsafe extern "C" fn pool_threads(args: *mut ffi::ThreadPoolNumThreadsArgs) -> *mut ffi::Error {
+    let args = unsafe { &*args };
+    assert_eq!(args.struct_size, 32);
+    let Some(pool) = &unsafe { &*args.ctx.cast::<FakeContext>() }.pool else { return fake_error(12, NO_POOL) };
+    unsafe { *args.num_threads = pool.threads };
     ptr::null_mut()
 }
 
@@ -305,8 +350,8 @@ macro_rules! api_of {
             state_get: Some(state_get::<$minor>),
             device_memory_allocate: None,
             device_memory_free: None,
-            thread_pool_schedule: None,
-            thread_pool_num_threads: None,
+            thread_pool_schedule: Some(pool_schedule),
+            thread_pool_num_threads: Some(pool_threads),
             future_create: None,
             future_set_available: None,
             future_set_error: None,
@@ -502,7 +547,8 @@ impl Site {
     pub fn new(minor: c_int, payload: &str, hash: i64) -> Self {
         let attributes =
             vec![("kernel".into(), Attr::Text(payload.as_bytes().to_vec())), ("hash".into(), Attr::Int(hash))];
-        let context = FakeContext { state: None, stream: Some(0x5712_ea11), ordinal: 0, refuse_state: false };
+        let context =
+            FakeContext { state: None, stream: Some(0x5712_ea11), ordinal: 0, refuse_state: false, pool: None };
         Self {
             xla: FakeXla::of(minor),
             context: Box::new(context),

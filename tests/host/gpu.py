@@ -18,7 +18,7 @@ import reference
 
 
 def main(pattern="", other="cuda"):
-    numerics.register()
+    module.enable_host()
     for name, stages in module.registrations().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
     devices = {"host": jax.devices("cpu")[0], "GPU": jax.devices(other)[0]}

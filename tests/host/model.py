@@ -1,11 +1,14 @@
 """A whole model, exported for CUDA, in a real CPU PJRT plugin without Python: energy and forces against plain jax.numpy.
 
-usage: model.py FOLDER NATIVE_HOST PLUGIN.so [PLUGIN.so ...]
+usage: model.py FOLDER NATIVE_HOST PLUGIN.so [PLUGIN.so ...]      env OEQ_NATIVE_LIBRARY
 
 FOLDER gets the models, of 100 atoms and two convolutions each: single precision with atomics, double precision with sums in
-a fixed order. NATIVE_HOST is examples/native_host, built.
+a fixed order. NATIVE_HOST is examples/native_host, built. Each model runs twice in each plugin: registered by the library, and
+by the library's plain symbols alone.
 """
 
+import itertools
+import os
 import pathlib
 import subprocess
 import sys
@@ -37,16 +40,18 @@ def main(folder, host, *plugins):
         )
         expected = jax.jit(plain)(*double.values())
         arguments = [place / "inputs" / f"{entry['name']}.npy" for entry in manifest["inputs"]]
-        for plugin in plugins:
+        ways = {"registered": [], "plain symbols": ["--symbols", os.environ["OEQ_NATIVE_LIBRARY"]]}
+        for plugin, (way, options_of) in itertools.product(plugins, ways.items()):
             out = place / "out"
             start = time.perf_counter()
-            subprocess.run([host, plugin, place / "model.jaxexport", *arguments, "--out", out], check=True, stdout=subprocess.DEVNULL)
+            command = [host, plugin, place / "model.jaxexport", *arguments, "--out", out, "--repeat", "3", *options_of]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             took = time.perf_counter() - start
             found = [np.load(out / f"output_{index}.npy") for index in range(2)]
             errors = [float(np.abs(f - e).max() / np.abs(e).max()) for f, e in zip(found, expected)]
             good = max(errors) <= tolerance
             wrong += not good
-            print(f"{'ok' if good else 'WRONG'}: {name}, {manifest['edges']} edges, {pathlib.Path(plugin).parent.name}: energy "
+            print(f"{'ok' if good else 'WRONG'}: {name}, {manifest['edges']} edges, {pathlib.Path(plugin).parent.name}, {way}: energy "
                   f"{float(found[0]):.6f}, expected {float(expected[0]):.6f}; relative errors: energy {errors[0]:.1e}, forces "
                   f"{errors[1]:.1e}; the process took {took:.1f} s", flush=True)  # fmt: skip
     return wrong

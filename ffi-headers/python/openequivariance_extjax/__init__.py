@@ -7,18 +7,22 @@ that ffi-headers/oeq.h describes. Put the folder above this file on PYTHONPATH i
 The library is looked for at OEQ_NATIVE_LIBRARY, else beside this file, else where cargo builds it in the repository
 that this file lies in. It stays open until the process ends: XLA keeps the addresses that registrations() hands out.
 
-Set OEQ_DEVICE ("H200", or "sm_90,MULTIPROCESSORS,SHARED_BYTES") to export models on a machine without a GPU.
+Set OEQ_DEVICE ("H200", or "sm_90,MULTIPROCESSORS,SHARED_BYTES") to export models on a machine without a GPU. enable_host()
+lets models run on one, on jax's CPU platform.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import pathlib
+import pkgutil
 import sys
+import threading
 from typing import Any
 
-__all__ = ["DeviceProp", "GPUTimer", "is_hip", "registrations", "stats", "type_registrations"]
+__all__ = ["DeviceProp", "GPUTimer", "enable_host", "is_hip", "registrations", "stats", "type_registrations"]
 
 # The layout of the handler table that the structures below describe: OEQ_FFI_ABI_VERSION in oeq.h.
 _ABI_VERSION = 3
@@ -183,6 +187,39 @@ def type_registrations() -> dict[str, dict[str, Any]]:
         kind.name.decode(): {"type_id": _capsule(kind.type_id), "type_info": _capsule(kind.type_info)}
         for kind in table.types[: table.type_count]
     }
+
+
+_enabling = threading.Lock()
+_lowered: set[Any] = set()
+
+
+def enable_host() -> None:
+    """Lets OpenEquivariance's operators, and exported models that hold them, run on jax's CPU platform.
+
+    Registers the targets with jax for "cpu". If openequivariance can be imported, it is, and jax is told how to lower its
+    primitives there: OpenEquivariance itself does so for GPUs only. Call it before the first use on the CPU; again does no
+    harm. RuntimeError when the library was built without the host platform, ImportError when there is no jax.
+    """
+    import jax
+    from jax.extend import core
+    from jax.interpreters import mlir
+
+    with _enabling:
+        for name, stages in registrations("cpu").items():
+            jax.ffi.register_ffi_target(name, stages, platform="cpu")
+        try:
+            # Versions before 0.6 have no primitives: what they call is lowered by jax for every platform.
+            package = importlib.import_module("openequivariance.jax.jvp")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "openequivariance":
+                raise
+            return
+        for each in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            for primitive in vars(importlib.import_module(each.name)).values():
+                if isinstance(primitive, core.Primitive) and primitive not in _lowered:
+                    rule = mlir.lower_fun(primitive.impl, multiple_results=primitive.multiple_results)
+                    mlir.register_lowering(primitive, rule, platform="cpu")
+                    _lowered.add(primitive)
 
 
 def is_hip() -> bool:
