@@ -1,9 +1,12 @@
 // Runs a model with OpenEquivariance kernels in a PJRT plugin, from C++: no Python in the process, no XLA linked in.
 //
-// usage: native_host PLUGIN.so MODEL REPEAT [INPUT.npy ...]
+// usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] [--client NAME=VALUE ...]
 //
-// MODEL is an artifact of jax.export, StableHLO bytecode or StableHLO text. Outputs are written to output_0.npy and so on
-// in the working directory. Build it with
+// MODEL is an artifact of jax.export, StableHLO bytecode or StableHLO text. Outputs are written to output_0.npy and so
+// on in FOLDER, which is there. --repeat times N steps after the first; with --rounds a round of N steps is run for
+// each line on standard input, so that several hosts can take turns on one device. --client is an option of the
+// plugin's clients: without preallocate=false or memory_fraction=0.2 a GPU's client takes three quarters of the memory.
+// Build it with
 //   c++ -std=c++17 native_host.cpp $(pkg-config --cflags --libs oeq_native) -ldl
 // A connector that has XLA's pjrt_c_api.h uses that instead of the structures below.
 #include <dlfcn.h>
@@ -14,6 +17,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <iostream>
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -30,7 +34,7 @@ struct Api {
   size_t struct_size;
   void* extensions;
   size_t version[3];
-  Function functions[73];
+  Function functions[71];
 };
 enum Place {
   kErrorMessage = 1, kPluginInitialize = 3, kEventDestroy = 5, kEventAwait = 8, kClientCreate = 10,
@@ -44,7 +48,10 @@ struct One : Head { void* object; };
 struct Pointer : Head { void* object; void* answer; };
 struct Array : Head { void* object; const void* items; size_t count; };
 struct Type : Head { void* object; int32_t kind; };
-struct Create : Head { void* options[6]; void* client; void* later[8]; };
+struct NamedValue : Head { const char* name; size_t name_size; int32_t kind; uint64_t value; size_t value_size; };
+struct Create : Head {
+  const NamedValue* options; size_t option_count; void* callbacks[4]; void* client; void* later[8];
+};
 struct Program : Head { const char* code; size_t code_size; const char* format; size_t format_size; };
 struct Compile : Head { void* client; const Program* program; const char* options; size_t options_size; void* executable; };
 struct FromHost : Head {
@@ -97,8 +104,9 @@ T At(const std::string& bytes, size_t at) {
   return value;
 }
 
-// The module of a jax.export artifact, and which arguments it has; other files are modules themselves. A flatbuffer: the
-// root table lies where the first word says, its vtable a signed distance before it, field n's offset at vtable + 4 + 2n.
+// The module of a jax.export artifact, and which arguments it has; other files are modules themselves. A flatbuffer:
+// the root table lies where the first word says, its vtable a signed distance before it, field n's offset at vtable + 4
+// + 2n.
 std::string Module(const std::string& file, std::vector<size_t>* kept) {
   const std::string magic = "ML\xefR";
   const bool text = file.find('\0') == std::string::npos;
@@ -176,18 +184,71 @@ double Lap() {
   return passed;
 }
 
+// An option of a client. Plugins insist on its type, which is told by the look: true, 3, 0.5, anything else.
+NamedValue ClientOption(const char* text) {
+  const char* value = std::strchr(text, '=');
+  if (value == nullptr) throw std::runtime_error("--client takes NAME=VALUE");
+  NamedValue option{};
+  option.struct_size = sizeof option;
+  option.name = text;
+  option.name_size = static_cast<size_t>(value++ - text);
+  option.value_size = 1;
+  char *integer_end = nullptr, *real_end = nullptr;
+  const int64_t integer = std::strtoll(value, &integer_end, 10);
+  const float real = std::strtof(value, &real_end);
+  if (std::strcmp(value, "true") == 0 || std::strcmp(value, "false") == 0) {
+    option.kind = 4;
+    option.value = *value == 't';
+  } else if (*value != 0 && *integer_end == 0) {
+    option.kind = 1;
+    option.value = static_cast<uint64_t>(integer);
+  } else if (*value != 0 && *real_end == 0) {
+    option.kind = 3;
+    std::memcpy(&option.value, &real, sizeof real);
+  } else {
+    option.kind = 0;
+    option.value = reinterpret_cast<uintptr_t>(value);
+    option.value_size = std::strlen(value);
+  }
+  return option;
+}
+
+const char* const kUsage =
+    "usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] "
+    "[--client NAME=VALUE ...]";
+
 void Run(int argc, char** argv) {
-  if (argc < 4) throw std::runtime_error("usage: native_host PLUGIN.so MODEL REPEAT [INPUT.npy ...]");
+  std::vector<std::string> paths;
+  std::string out = ".";
+  std::vector<NamedValue> client_options;
+  size_t repeat = 0;
+  bool rounds = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const auto value = [&] { return ++i < argc ? argv[i] : throw std::runtime_error(argument + " takes a value"); };
+    if (argument == "--repeat") repeat = std::stoul(value());
+    else if (argument == "--rounds") rounds = true;
+    else if (argument == "--out") out = value();
+    else if (argument == "--client") client_options.push_back(ClientOption(value()));
+    else if (argument.compare(0, 2, "--") == 0) throw std::runtime_error("unknown option " + argument + "\n" + kUsage);
+    else paths.push_back(argument);
+  }
+  if (paths.size() < 2) throw std::runtime_error(kUsage);
+  const std::string plugin = paths[0], model = paths[1];
+  const std::vector<std::string> inputs(paths.begin() + 2, paths.end());
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // Whoever reads along, from a pipe too, sees every line at once.
   Lap();
-  void* library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);  // Never closed: handlers stay registered in it.
+  void* library = dlopen(plugin.c_str(), RTLD_NOW | RTLD_LOCAL);  // Never closed: handlers stay registered in it.
   if (library == nullptr) throw std::runtime_error(dlerror());
   const auto get = reinterpret_cast<const Api* (*)()>(dlsym(library, "GetPjrtApi"));
   if (get == nullptr || (api = get()) == nullptr) throw std::runtime_error("not a PJRT plugin");
-  std::printf("opened      %s in %.3f ms\n", argv[1], Lap());
+  std::printf("opened      %s in %.3f ms\n", plugin.c_str(), Lap());
 
   Initialize initialize{};
   Call(kPluginInitialize, initialize);
   Create create{};
+  create.options = client_options.data();
+  create.option_count = client_options.size();
   Call(kClientCreate, create);
   Array devices{};
   devices.object = create.client;
@@ -215,9 +276,9 @@ void Run(int argc, char** argv) {
   std::printf("registered  %zu targets through the %s in %.3f ms\n", static_cast<size_t>(registration.target_count),
               registration.door_name, Lap());
 
-  std::vector<size_t> kept(static_cast<size_t>(argc) - 4);
+  std::vector<size_t> kept(inputs.size());
   for (size_t i = 0; i < kept.size(); ++i) kept[i] = i;
-  const std::string code = Module(Read(argv[2]), &kept);
+  const std::string code = Module(Read(model), &kept);
   // A CompileOptionsProto: executable_build_options {device_ordinal: -1, num_replicas: 1, num_partitions: 1}.
   const std::string options("\x1a\x0f\x08\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x20\x01\x28\x01");
   Program program{};
@@ -237,12 +298,12 @@ void Run(int argc, char** argv) {
   Call(kGetExecutable, executable);
   outputs.object = executable.answer;
   Call(kNumOutputs, outputs);
-  std::printf("compiled    %s in %.3f ms\n", argv[2], Lap());
+  std::printf("compiled    %s in %.3f ms\n", model.c_str(), Lap());
 
   std::vector<void*> arguments;
   for (size_t index : kept) {
-    if (index + 4 >= static_cast<size_t>(argc)) throw std::runtime_error("the model takes more inputs");
-    const Npy array = ReadNpy(argv[index + 4]);
+    if (index >= inputs.size()) throw std::runtime_error("the model takes more inputs");
+    const Npy array = ReadNpy(inputs[index]);
     FromHost upload{};
     upload.client = create.client;
     upload.data = array.data.data();
@@ -257,39 +318,61 @@ void Run(int argc, char** argv) {
   }
   std::printf("uploaded    %zu inputs in %.3f ms\n", arguments.size(), Lap());
 
+  // All of this is made once; a step only runs it.
+  std::vector<int64_t> keep(arguments.size());  // Inputs are used again, so none is donated.
+  for (size_t i = 0; i < keep.size(); ++i) keep[i] = static_cast<int64_t>(i);
   std::vector<void*> results(reinterpret_cast<size_t>(outputs.answer));
-  std::vector<double> times;
-  for (int step = 0; step < std::max(1, std::atoi(argv[3])); ++step) {
-    for (void* result : results) {
+  ExecuteOptions how{};
+  how.struct_size = sizeof how;
+  how.keep = keep.data();
+  how.keep_count = keep.size();
+  void* done = nullptr;
+  void* const* argument_list = arguments.data();
+  void** result_list = results.data();
+  Execute execute{};
+  execute.executable = compile.executable;
+  execute.options = &how;
+  execute.arguments = &argument_list;
+  execute.devices = 1;
+  execute.argument_count = arguments.size();
+  execute.outputs = &result_list;
+  execute.done = &done;
+  // The one event of the whole execution is waited for: the outputs are there then, and an error in any of them is
+  // told. Waiting for each output instead costs an event and a callback of the device each. Outputs go before the next
+  // ones are made: XLA then finds the same memory again, and what it has recorded in command buffers for these
+  // addresses stays good.
+  const auto step = [&] {
+    for (void*& result : results) {
       One one{};
       one.object = result;
       if (result != nullptr) Call(kBufferDestroy, one);
+      result = nullptr;
     }
-    std::vector<int64_t> keep(arguments.size());  // Inputs are used again, so none is donated.
-    for (size_t i = 0; i < keep.size(); ++i) keep[i] = static_cast<int64_t>(i);
-    ExecuteOptions how{};
-    how.struct_size = sizeof how;
-    how.keep = keep.data();
-    how.keep_count = keep.size();
-    void* done = nullptr;
-    void* const* argument_list = arguments.data();
-    void** result_list = results.data();
-    Execute execute{};
-    execute.executable = compile.executable;
-    execute.options = &how;
-    execute.arguments = &argument_list;
-    execute.devices = 1;
-    execute.argument_count = arguments.size();
-    execute.outputs = &result_list;
-    execute.done = &done;
     Call(kExecute, execute);
     Wait(done);
-    times.push_back(Lap());
-  }
-  std::printf("first step  %.3f ms\n", times.front());
-  if (times.size() > 1) {
-    std::sort(times.begin() + 1, times.end());
-    std::printf("per step    %.3f ms median of %zu\n", times[1 + (times.size() - 1) / 2], times.size() - 1);
+  };
+  // Some steps come first that are not timed: caches and clocks have to wake up.
+  const auto steps = [&](const std::string& label) {
+    std::vector<double> times;
+    for (size_t i = 0; i < repeat / 10; ++i) step();
+    Lap();
+    for (size_t i = 0; i < repeat; ++i) {
+      step();
+      times.push_back(Lap());
+    }
+    if (times.empty()) times.push_back(0);
+    std::sort(times.begin(), times.end());
+    const auto at = [&](size_t tenths) { return times[tenths * (times.size() - 1) / 10]; };
+    std::printf("%-11s %.3f ms median, %.3f ms least, %.3f ms tenth, %.3f ms nine tenths of %zu steps\n", label.c_str(),
+                at(5), at(0), at(1), at(9), repeat);
+  };
+  step();
+  std::printf("first step  %.3f ms\n", Lap());
+  if (rounds) {
+    int round = 0;
+    for (std::string line; std::getline(std::cin, line);) steps("round " + std::to_string(++round));
+  } else if (repeat > 0) {
+    steps("per step");
   }
 
   for (size_t i = 0; i < results.size(); ++i) {
@@ -310,7 +393,7 @@ void Run(int argc, char** argv) {
     copy.data = &array.data[0];
     Call(kToHostBuffer, copy);
     Wait(copy.done);
-    WriteNpy("output_" + std::to_string(i) + ".npy", array);
+    WriteNpy(out + "/output_" + std::to_string(i) + ".npy", array);
   }
 }
 

@@ -49,6 +49,9 @@ pub struct Config {
     /// `OEQ_HOST_THREADS`: the most threads that work on one call of the host platform: the one on which XLA calls, and
     /// others of XLA's pool. Default: as for `OEQ_COMPILE_THREADS`.
     pub host_threads: usize,
+    /// `OEQ_REPLAY`: whether a call site that is called again and again gets a graph of the driver, which is cheaper than
+    /// launches, `on` or `off`.
+    pub replay: bool,
 }
 
 impl Default for Config {
@@ -66,12 +69,13 @@ impl Default for Config {
             arch: Vec::new(),
             cxx: None,
             host_threads: threads,
+            replay: true,
         }
     }
 }
 
 /// The options' keys; the environment variable of a key is `OEQ_` and the key in upper case.
-pub const KEYS: [&str; 11] = [
+pub const KEYS: [&str; 12] = [
     "compile_threads",
     "nvrtc",
     "compile_units",
@@ -83,6 +87,7 @@ pub const KEYS: [&str; 11] = [
     "arch",
     "cxx",
     "host_threads",
+    "replay",
 ];
 
 impl Config {
@@ -124,13 +129,8 @@ impl Config {
             "keep_bytes" => {
                 self.keep_bytes = value.parse().map_err(|_| bad(key, value, "a number of bytes, 0 to keep nothing"))?;
             }
-            "store" => {
-                self.store = match value {
-                    "on" => true,
-                    "off" => false,
-                    _ => return Err(bad(key, value, "`on` or `off`")),
-                }
-            }
+            "store" => self.store = switch(key, value)?,
+            "replay" => self.replay = switch(key, value)?,
             "store_dir" => {
                 // A relative path would be another directory in every process.
                 self.store_dir = Some(std::path::absolute(value).map_err(|_| bad(key, value, "a directory"))?);
@@ -164,6 +164,14 @@ fn bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok().filter(|number| *number > 0)?.checked_mul(factor)
 }
 
+fn switch(key: &str, value: &str) -> Result<bool> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(bad(key, value, "`on` or `off`")),
+    }
+}
+
 fn threads(key: &str, value: &str) -> Result<usize> {
     let number = value.parse().ok().filter(|threads| (1..=MAX_THREADS).contains(threads));
     number.ok_or_else(|| bad(key, value, &format!("a number from 1 to {MAX_THREADS}")))
@@ -189,6 +197,7 @@ mod tests {
             ("compile_units", "halves", "`split` or `whole`"),
             ("keep_bytes", "-1", "a number of bytes"),
             ("store", "maybe", "`on` or `off`"),
+            ("replay", "1", "`on` or `off`"),
             ("store_bytes", "0", "500M or 2G"),
             ("store_bytes", "M", "500M or 2G"),
             ("store_bytes", "99999999T", "500M or 2G"),

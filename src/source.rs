@@ -1,9 +1,9 @@
 //! A lexer for CUDA C++ text, and what the runtime needs to know about a kernel source.
 //!
 //! [`entry_points`] finds the `__global__` functions that a source defines. [`keep_only`] makes a program that holds
-//! only some of them, so that entry points can be compiled separately and at the same time: it puts `template<int>`
-//! before the `__global__` of each one that is not wanted, because a template that nobody instantiates is parsed but
-//! produces no machine code, and the rest of the text stays as it was, line for line.
+//! only some of them, so that entry points can be compiled separately and at the same time: those that are not wanted are
+//! left out, and with them the `__device__` functions that only they use, which in OEQ's sources are most of the text.
+//! The rest stays as it was, line for line.
 //!
 //! Neither function knows C++. The outline that both stand on follows comments, literals, preprocessor lines and
 //! brackets, and at file scope the declarations between them. `keep_only` therefore works from a list of what it knows
@@ -48,14 +48,15 @@ pub fn entry_points(source: &str) -> Result<Vec<EntryPointSpan>> {
     Ok(Outline::of(source)?.entries)
 }
 
-/// The same program with every entry point that is not in `keep` turned into a template that nobody instantiates.
+/// The same program without the entry points that are not in `keep`, and without the `__device__` functions that only those
+/// use.
 ///
-/// Line numbers and the text of the kept entry points are those of `source`.
+/// Line numbers and the text of everything else are those of `source`.
 ///
 /// The answer is `None` when a name in `keep` is not defined, and when anything in the text looks unfamiliar: an entry
-/// point that is already a template, is `extern "C"`, is declared twice or is mentioned anywhere else; variables at
-/// file scope or `static` ones, which separately compiled entry points would no longer share; conditional compilation,
-/// includes, namespaces, inline assembly. The caller then compiles the whole program.
+/// point that is a template, is `extern "C"`, is declared twice or is mentioned anywhere else; variables at file scope or
+/// `static` ones, which separately compiled entry points would no longer share; conditional compilation, includes,
+/// namespaces, inline assembly. The caller then compiles the whole program.
 #[must_use]
 pub fn keep_only(source: &str, keep: &[&str]) -> Option<String> {
     let outline = Outline::of(source).ok()?;
@@ -68,38 +69,131 @@ pub fn keep_only(source: &str, keep: &[&str]) -> Option<String> {
     if names.len() != outline.entries.len() || !keep.iter().all(|name| names.contains_key(name)) {
         return None;
     }
+    let dropped: Vec<&EntryPointSpan> =
+        outline.entries.iter().filter(|entry| !keep.contains(entry.name.as_str())).collect();
+    let mut helpers = Helpers::of(&outline, &dropped);
     // Each name may appear once, where it is defined. That excludes calls between entry points, separate declarations,
     // overloads and macros that touch them.
     let mut seen = vec![false; outline.entries.len()];
     let mut lexer = Lexer::new(source);
     while let Some(token) = lexer.next_token().ok()? {
         if token.kind == TokenKind::Word {
-            if let Some(&index) = names.get(source.get(token.range())?) {
+            let word = source.get(token.range())?;
+            if let Some(&index) = names.get(word) {
                 if std::mem::replace(seen.get_mut(index)?, true) {
                     return None;
                 }
             }
+            helpers.mention(word, token.start);
         }
     }
-    let dropped: Vec<usize> = outline
-        .entries
-        .iter()
-        .filter(|entry| !keep.contains(entry.name.as_str()))
-        .map(|entry| entry.global_at)
-        .collect();
     let mut program = String::with_capacity(source.len() + dropped.len() * DROP.len());
     let mut copied = 0;
-    for at in dropped {
-        program.push_str(source.get(copied..at)?);
-        program.push_str(DROP);
-        copied = at;
+    for (span, whole) in helpers.left_out() {
+        program.push_str(source.get(copied..span.start)?);
+        copied = span.start;
+        if whole {
+            let lines = source.get(span.clone())?.matches('\n').count();
+            program.extend(std::iter::repeat_n('\n', lines));
+            copied = span.end;
+        } else {
+            program.push_str(DROP);
+        }
     }
     program.push_str(source.get(copied..)?);
     Some(program)
 }
 
-/// What goes before the `__global__` of an entry point that shall produce no code.
+/// What goes before the `__global__` of an entry point that cannot be left out because a macro is defined within it: a
+/// template that nobody instantiates is parsed but produces no code.
 const DROP: &str = "template<int> ";
+
+/// Which `__device__` functions only the dropped entry points use.
+struct Helpers<'a> {
+    /// The dropped entry points and all helpers, in the order of the text.
+    spans: Vec<Span>,
+    /// The helper of a name, an index into `spans`. A name that several have leads to none.
+    named: HashMap<&'a str, usize>,
+    /// Who mentions whom, as indices into `spans`.
+    mentions: Vec<(usize, usize)>,
+    /// Mentioned in what stays in any case.
+    needed: Vec<usize>,
+}
+
+/// A part of the text that may be left out.
+struct Span {
+    range: Range<usize>,
+    is_entry: bool,
+    /// No macro is defined in it.
+    removable: bool,
+}
+
+impl<'a> Helpers<'a> {
+    fn of(outline: &Outline<'a>, dropped: &[&EntryPointSpan]) -> Self {
+        let removable = |range: &Range<usize>| {
+            let next = outline.defines_at.partition_point(|at| *at < range.start);
+            !outline.defines_at.get(next).is_some_and(|at| range.contains(at))
+        };
+        let span =
+            |range: &Range<usize>, is_entry| Span { range: range.clone(), is_entry, removable: removable(range) };
+        let mut spans: Vec<Span> = dropped.iter().map(|entry| span(&entry.body, true)).collect();
+        spans.extend(outline.helpers.iter().map(|(_, range)| span(range, false)));
+        spans.sort_by_key(|span| span.range.start);
+        let mut count = HashMap::new();
+        for (name, _) in &outline.helpers {
+            *count.entry(*name).or_insert(0) += 1;
+        }
+        let place = |range: &Range<usize>| spans.binary_search_by_key(&range.start, |span| span.range.start).ok();
+        let named = outline.helpers.iter().filter(|(name, _)| count.get(name) == Some(&1));
+        let named = named.filter_map(|(name, range)| Some((*name, place(range)?))).collect();
+        Self { spans, named, mentions: Vec::new(), needed: Vec::new() }
+    }
+
+    /// Notes that a word stands somewhere.
+    fn mention(&mut self, word: &str, at: usize) {
+        let Some(&helper) = self.named.get(word) else { return };
+        let before = self.spans.partition_point(|span| span.range.start <= at);
+        match before.checked_sub(1).filter(|index| self.spans.get(*index).is_some_and(|s| s.range.contains(&at))) {
+            Some(within) => self.mentions.push((within, helper)),
+            None => self.needed.push(helper),
+        }
+    }
+
+    /// All that the parts at these indices lead to. The mentions are in order.
+    fn reach(&self, from: impl IntoIterator<Item = usize>) -> Vec<bool> {
+        let mut reached = vec![false; self.spans.len()];
+        let mut next: Vec<usize> = from.into_iter().collect();
+        while let Some(index) = next.pop() {
+            if let Some(reached) = reached.get_mut(index).filter(|reached| !**reached) {
+                *reached = true;
+                let first = self.mentions.partition_point(|(within, _)| *within < index);
+                let own = self.mentions.iter().skip(first).take_while(|(within, _)| *within == index);
+                next.extend(own.map(|(_, helper)| *helper));
+            }
+        }
+        reached
+    }
+
+    /// What is left out, in the order of the text, and whether it goes as a whole.
+    fn left_out(mut self) -> Vec<(Range<usize>, bool)> {
+        self.mentions.sort_unstable();
+        self.mentions.dedup();
+        let (mut kept, mut gone) = (self.needed.clone(), Vec::new());
+        // What stays because a macro is defined in it keeps what it uses. A helper stays for its macros in any case.
+        for (index, span) in self.spans.iter().enumerate() {
+            if !span.removable {
+                kept.push(index);
+            } else if span.is_entry {
+                gone.push(index);
+            }
+        }
+        let (kept, gone) = (self.reach(kept), self.reach(gone));
+        let all = self.spans.iter().zip(kept).zip(gone);
+        all.filter(|((span, kept), gone)| span.is_entry || (*gone && !*kept))
+            .map(|((span, _), _)| (span.range.clone(), span.removable))
+            .collect()
+    }
+}
 
 /// Words whose parentheses belong to an attribute and not to a parameter list.
 const ATTRIBUTES: &[&str] = &[
@@ -482,6 +576,10 @@ const SCOPE: u8 = b'N';
 struct Outline<'a> {
     source: &'a str,
     entries: Vec<EntryPointSpan>,
+    /// Names and whole definitions of `__device__` functions that are no templates.
+    helpers: Vec<(&'a str, Range<usize>)>,
+    /// Where macros are defined.
+    defines_at: Vec<usize>,
     unfamiliar: bool,
     /// Brackets in the text need not match: what the compiler sees depends on the preprocessor.
     loose: bool,
@@ -499,6 +597,8 @@ impl<'a> Outline<'a> {
         let mut outline = Self {
             source,
             entries: Vec::new(),
+            helpers: Vec::new(),
+            defines_at: Vec::new(),
             unfamiliar: false,
             loose: false,
             macros: HashSet::new(),
@@ -565,11 +665,12 @@ impl<'a> Outline<'a> {
         let name = directive.name.map_or("", |range| self.text(range));
         match name {
             "define" => {
-                let defines = directive.defines.map_or("", |range| self.text(range));
+                let defines = directive.defines.clone().map_or("", |range| self.text(range));
                 let misleading = is_in(defines, FORBIDDEN) || is_in(defines, MEANINGFUL) || is_in(defines, ATTRIBUTES);
                 let unbalanced = directive.unbalanced || !directive.brackets.is_empty();
                 self.loose |= unbalanced;
                 self.unfamiliar |= unbalanced || misleading || defines.is_empty();
+                self.defines_at.extend(directive.defines.map(|range| range.start));
                 self.macros.insert(defines);
             }
             "pragma" => {}
@@ -684,9 +785,7 @@ impl<'a> Outline<'a> {
             return;
         }
         self.declaration.parameters = true;
-        if self.declaration.global_at.is_some() {
-            self.declaration.name = name;
-        }
+        self.declaration.name = name;
     }
 
     fn open_brace(&mut self, outside: bool) {
@@ -761,7 +860,12 @@ impl<'a> Outline<'a> {
                 self.entries.push(EntryPointSpan { name, global_at, body: done.start..end });
             }
             (Some(_), None) => self.unfamiliar = true,
-            (None, _) => self.unfamiliar |= !done.device && first != "constexpr",
+            (None, name) => {
+                self.unfamiliar |= !done.device && first != "constexpr";
+                if let Some(name) = name.filter(|_| first == "__device__") {
+                    self.helpers.push((self.text(name), done.start..end));
+                }
+            }
         }
     }
 
@@ -899,15 +1003,62 @@ __global__ void third(const REAL* __restrict__ a)
 
     #[test]
     fn keeps_what_is_asked_for_and_nothing_else() {
-        let expected = PROGRAM
-            .replace("__global__ void\n\n__launch", "template<int> __global__ void\n\n__launch")
-            .replace("__global__ void third", "template<int> __global__ void third");
+        let mut expected = PROGRAM.to_owned();
+        for entry in entry_points(PROGRAM).unwrap() {
+            if entry.name != "second" {
+                expected = expected.replace(&PROGRAM[entry.body.clone()], &blank(&PROGRAM[entry.body]));
+            }
+        }
         assert_eq!(keep_only(PROGRAM, &["second"]).unwrap(), expected);
         assert_eq!(keep_only(PROGRAM, &["third", "first", "second", "first"]).unwrap(), PROGRAM);
-        assert_eq!(keep_only(PROGRAM, &[]).unwrap().matches("template<int> __global__").count(), 3);
+        assert_eq!(keep_only(PROGRAM, &[]).unwrap().matches("__global__").count(), 0);
         assert_eq!(keep_only(PROGRAM, &["fourth"]), None);
-        // What has been cut has templates, which are unfamiliar.
-        assert_eq!(keep_only(&expected, &["second"]), None);
+        assert_eq!(keep_only(&expected, &["second"]), Some(expected));
+    }
+
+    /// What is left of a text that was taken out.
+    fn blank(text: &str) -> String {
+        text.chars().filter(|c| *c == '\n').collect()
+    }
+
+    #[test]
+    fn leaves_out_the_functions_that_only_dropped_entry_points_use() {
+        let device = |name: &str, body: &str| format!("__device__ __forceinline__ void {name}(int n) {{\n{body}\n}}");
+        let global = |name: &str, body: &str| format!("__global__ void {name}(int n) {{\n{body}\n}}");
+        let parts = [
+            device("of_a", "deep(n);"),
+            device("deep", "deep(n - 1);"),
+            device("of_both", ""),
+            device("of_macro", ""),
+            device("of_template", ""),
+            device("of_nobody", ""),
+            device("twice", ""),
+            device("twice", ""),
+            device("with_macro", "\n#define IN_BODY 3\n"),
+            "#define CALL of_macro(1)".to_owned(),
+            "template<int N> __device__ void t() { of_template(N); }".to_owned(),
+            global("a", "of_a(n); of_both(n); of_macro(n); of_template(n); twice(n); with_macro(n);"),
+            global("b", "of_both(n); CALL; of_b(IN_BODY);"),
+            device("of_b", ""),
+        ];
+        let source = parts.join("\n");
+        let without = |gone: &[usize]| {
+            let part = |(index, part): (usize, &String)| if gone.contains(&index) { blank(part) } else { part.clone() };
+            parts.iter().enumerate().map(part).collect::<Vec<_>>().join("\n")
+        };
+        assert_eq!(keep_only(&source, &["a", "b"]).unwrap(), source);
+        assert_eq!(keep_only(&source, &["b"]).unwrap(), without(&[0, 1, 11]));
+        assert_eq!(keep_only(&source, &["a"]).unwrap(), without(&[12, 13]));
+        assert_eq!(keep_only(&source, &[]).unwrap(), without(&[0, 1, 2, 11, 12, 13]));
+    }
+
+    #[test]
+    fn an_entry_point_that_defines_a_macro_stays_as_a_template() {
+        let source = "__device__ void f() {}\n__device__ void g() {}\n__global__ void a() {\n#define N 3\nf(); }\n\
+                      __global__ void c() { f(); g(); }\n__global__ void b() { int n = N; }\n";
+        let expected = source.replace("__global__ void a", "template<int> __global__ void a");
+        let expected = expected.replace("__global__ void c() { f(); g(); }", "").replace("__device__ void g() {}", "");
+        assert_eq!(keep_only(source, &["b"]), Some(expected));
     }
 
     /// Everything in here would be harmless without the `before` or the changed part, as the first assertion shows.
@@ -1039,17 +1190,18 @@ __global__ void third(const REAL* __restrict__ a)
         fn cuts_any_program_of_known_pieces(pieces in prop::collection::vec((piece(), any::<bool>()), 0..20)) {
             let (mut source, mut all, mut keep, mut expected) = (String::new(), Vec::new(), Vec::new(), String::new());
             for (index, ((is_entry, text), kept)) in pieces.into_iter().enumerate() {
-                let text = text.replace("{}", &index.to_string()) + "\n";
-                source += &text;
+                let text = text.replace("{}", &index.to_string());
+                source = source + &text + "\n";
                 if is_entry {
                     all.push(format!("k{index}"));
-                    if kept {
-                        keep.push(format!("k{index}"));
-                    } else {
-                        expected += "template<int> ";
-                    }
                 }
-                expected += &text;
+                if is_entry && !kept {
+                    expected += &blank(&text);
+                } else {
+                    expected += &text;
+                    keep.extend(is_entry.then(|| format!("k{index}")));
+                }
+                expected += "\n";
             }
             prop_assert_eq!(names(&source), all);
             let keep: Vec<&str> = keep.iter().map(String::as_str).collect();
@@ -1079,7 +1231,10 @@ __global__ void third(const REAL* __restrict__ a)
                     }
                     let keep: Vec<&str> = entries.iter().map(|entry| entry.name.as_str()).step_by(2).collect();
                     if let Some(cut) = keep_only(&source, &keep) {
-                        prop_assert_eq!(cut.replace(DROP, ""), source.replace(DROP, ""));
+                        prop_assert_eq!(cut.matches('\n').count(), source.matches('\n').count());
+                        for entry in entries.iter().step_by(2) {
+                            prop_assert!(cut.contains(&source[entry.body.clone()]));
+                        }
                     }
                 }
             }

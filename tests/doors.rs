@@ -370,7 +370,7 @@ fn what_cannot_be_is_an_error_that_says_why() {
             assert!(text.contains(door.name()), "{text}");
         }
         assert_eq!(unsafe { capi::oeq_register_pjrt(nothing, c"ROCM".as_ptr()) }, 3);
-        assert!(last().contains("CUDA (or gpu) or Host (or cpu)"), "{}", last());
+        assert!(last().contains("expected CUDA, cuda or gpu for NVIDIA GPUs, Host or cpu for the host"), "{}", last());
         assert_eq!(unsafe { capi::oeq_register_pjrt(ptr::null(), c"CUDA".as_ptr()) }, 3);
         assert_eq!(unsafe { capi::oeq_register_pjrt(nothing, ptr::null()) }, 3);
         let mut results = unsafe { std::mem::zeroed::<capi::FfiRegistration>() };

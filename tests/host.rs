@@ -180,7 +180,7 @@ impl Loaded {
             parameters: starts.collect(),
         };
         let functions: [Function; 1] = [self.module.function(index).unwrap()];
-        let work = Work { zeros, launches: &[launch], functions: &functions, words: &words };
+        let work = Work { zeros, launches: &[launch], functions: &functions, words: &words, replays: None };
         let lent = pool.map(|pool| Lent(pool.clone()));
         let lent = lent.as_ref().map(|lent| Threads(lent));
         let stream = lent.as_ref().map_or(Stream(std::ptr::null_mut()), Threads::as_stream);

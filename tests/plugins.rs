@@ -1,6 +1,6 @@
-//! Registration in real PJRT plugins, through every door that each has. `tests/hosts/run.sh` downloads them and runs this;
-//! `OEQ_TEST_PLUGINS` names the list that `tests/hosts/plugins.sh` prints. Every case gets a process of its own, since what
-//! was registered stays.
+//! Registration in real PJRT plugins, through every door that each has. `tests/hosts/run.sh` downloads them and runs
+//! this; `OEQ_TEST_PLUGINS` names the list that `tests/hosts/plugins.sh` prints. Every case gets a process of its own,
+//! since what was registered stays.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -10,8 +10,14 @@
     reason = "a failed test should panic; the table is the point"
 )]
 
+mod common;
+#[allow(dead_code, unreachable_pub, reason = "the native host's, of which a test needs a part")]
+#[path = "../examples/native_host/pjrt.rs"]
+mod pjrt;
+
 use std::ffi::{CStr, CString};
 use std::mem::ManuallyDrop;
+use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
@@ -90,6 +96,19 @@ fn two_runtimes_in_one_process_do_not_disturb_each_other() {
     println!("{}", in_a_process(&format!("two {} {}", of("cpu").path, of("jax-cuda13").path)));
 }
 
+#[test]
+#[ignore = "needs plugins, see tests/hosts/run.sh"]
+fn a_compiler_finds_handlers_that_came_before_or_after_its_client() {
+    for case in cases().iter().filter(|case| case.platform == "cpu") {
+        for order in ["before", "after"] {
+            for handlers in ["CUDA", "Host"] {
+                let found = in_a_process(&format!("{order} {handlers} {}", case.path));
+                println!("{}, {handlers} handlers, registered {order} the client: {found}", case.name);
+            }
+        }
+    }
+}
+
 /// One case, in a process of its own.
 #[test]
 #[ignore = "run by the others"]
@@ -98,6 +117,7 @@ fn one_case() {
     let [kind, first, second] = case.split_whitespace().collect::<Vec<_>>().try_into().unwrap();
     match kind {
         "two" => two(first, second),
+        "before" | "after" => compiled(kind == "after", Platform::parse(first).unwrap(), second),
         door => one(door.parse().unwrap(), first, second),
     }
 }
@@ -195,6 +215,77 @@ fn wrong_version(api: oeq_native::xla::api::Api) {
     let bundle = ffi::HandlerBundle { instantiate: None, prepare: None, initialize: None, execute: Some(future) };
     let error = api.register_handler("oeq_native.of_the_future", "CUDA", bundle, 0).unwrap_err();
     assert!(error.message().contains("0.77") && error.message().contains("API version"), "{error}");
+}
+
+/// A call of a tensor product with this payload.
+fn module(payload: &str) -> String {
+    let payload = payload.replace('\\', "\\5C").replace('"', "\\22").replace('\n', "\\0A");
+    let types = "(tensor<5x6xf32>, tensor<5x4xf32>, tensor<5x8xf32>)";
+    format!(
+        "module @call {{ func.func public @main(%a: tensor<5x6xf32>, %b: tensor<5x4xf32>, %c: tensor<5x8xf32>) -> \
+         tensor<5x10xf32> {{ %0 = stablehlo.custom_call @tp_forward(%a, %b, %c) {{mhlo.backend_config = {{hash = 7 : \
+         i64, kernel = \"{payload}\"}}}} : {types} -> tensor<5x10xf32> return %0 : tensor<5x10xf32> }} }}"
+    )
+}
+
+/// XLA's CPU compiler meets our targets, whole bundles: those of the host, or those of CUDA under the host's name,
+/// which live their lives up to the driver.
+fn compiled(late: bool, handlers: Platform, path: &str) {
+    let plugin = pjrt::Plugin::open(Path::new(path)).unwrap();
+    let registry = unsafe { Plugin::from_raw(plugin.api().cast()) }.unwrap();
+    let register = || {
+        if handlers == Platform::Host {
+            return registry.register(Platform::Host).unwrap().check().unwrap();
+        }
+        let api = registry.ffi_api().unwrap();
+        oeq_native::xla::types::id_in(api).unwrap();
+        for entry in &registry::table().unwrap().entries {
+            let target = entry.descriptor;
+            let bundle = target.bundle_on(handlers).unwrap();
+            api.register_handler(target.name, Platform::Host.name(), bundle, target.traits).unwrap();
+        }
+    };
+    let refusal = |client: &pjrt::Client, payload: &str| {
+        client.compile(module(payload).as_bytes()).err().expect("no call to compile").to_string()
+    };
+    let payload = common::PayloadSpec { mark: "met by a compiler", ..common::PayloadSpec::default() }.json();
+    if !late {
+        register();
+    }
+    plugin.initialize().unwrap();
+    let client = pjrt::Client::new(plugin, &[]).unwrap();
+    if late {
+        // Without us the compiler does not know the name: what is found below is found by the registration.
+        let text = refusal(&client, &payload);
+        assert!(text.contains("tp_forward") && text.contains("Host"), "{text}");
+        register();
+    }
+    let executable = client.compile(module(&payload).as_bytes()).unwrap();
+    // Once more with a client there, and the name is still found; what is wrong with a payload is told whole.
+    register();
+    let text = refusal(&client, "{\"kernel\": \"none\"}");
+    assert!(text.starts_with("oeq-native: tp_forward, instantiate: ") && text.contains("`forward_config`"), "{text}");
+    drop(client.compile(module(&payload.replace("compiler", "second compiler")).as_bytes()).unwrap());
+    if handlers == Platform::Host {
+        // The payload is for being compiled; tests/hosts/run.sh and tests/host run real ones.
+        println!("RESULT compiled");
+        return;
+    }
+    let upload = |columns: i64| {
+        let data: Vec<u8> = (0..5 * columns).flat_map(|_| 1.0_f32.to_le_bytes()).collect();
+        client.upload(11, &[5, columns], &data).unwrap()
+    };
+    let inputs = pjrt::Inputs::new([common::L1, common::L2, common::W].map(upload).into());
+    let mut texts = (0..3).map(|_| executable.run(&inputs).err().expect("CUDA handlers do not run here").to_string());
+    let text = texts.next().unwrap();
+    assert!(texts.all(|other| other == text), "{text}");
+    let rest = text.strip_prefix("oeq-native: tp_forward, execute: ").unwrap_or_else(|| panic!("{text}"));
+    // Whole, from the first word to the last: without a driver, or with one and no stream of it.
+    let absent = rest.starts_with("no CUDA driver on this machine: ")
+        && rest.ends_with("(the driver is installed with the GPU; a CUDA toolkit is not needed)");
+    let elsewhere = rest.starts_with("this target runs on CUDA, and XLA has no GPU stream for this call (");
+    assert!(absent || elsewhere && rest.ends_with(')'), "{text}");
+    println!("RESULT compiled, and run as far as: {text}");
 }
 
 fn two(first: &str, second: &str) {

@@ -7,7 +7,8 @@
 #   older    the module, the handlers' lives and what the CPU platform takes from XLA again, in older releases of jax
 #   link     C and C++ programs linked against the static and the shared library
 #   variants link-time optimisation, the pre-linked object, other Rust code beside ours, the installed files
-#   hosts    real PJRT plugins, and hosts without Python
+#   hosts    real PJRT plugins and jaxlibs, and hosts without Python; some by default, all of
+#            tests/requirements/matrix.txt with OEQ_MATRIX=all. Downloads are kept under target/.
 #   host     kernels on the CPU: numbers of every kind of kernel, and a whole model in CPU plugins
 #   family   a crate outside that brings a target family of its own: table, tool, and a call through jax on the CPU
 #   cut      machine code of entry points compiled alone equals that of the whole program
@@ -71,10 +72,11 @@ machine_code() {
 older() {
   local version
   for version in $(requirements older-jax.txt | sed 's/.*==//'); do
-    setup_older_jax "$version"
-    "$(older_python "$version")" -m pytest -q -p no:cacheprovider tests/python/test_lifecycle.py tests/python/test_module.py || return
+    setup_other_jax "$version"
+    "$(other_python "$version")" -m pytest -q -p no:cacheprovider \
+      tests/python/test_lifecycle.py tests/python/test_module.py || return
     # What the CPU platform takes from XLA: its threads, and where a plain symbol is.
-    OEQ_TEST_PYTHON=$(older_python "$version") "$PYTHON" -m pytest -q -p no:cacheprovider tests/host \
+    OEQ_TEST_PYTHON=$(other_python "$version") "$PYTHON" -m pytest -q -p no:cacheprovider tests/host \
       -k "xlas or other_stages or enable_host_is_all" || return
   done
 }
@@ -90,6 +92,19 @@ host_platform() {
     "$PYTHON" tests/host/model.py "$BUILD/host-models" "$host" "${plugins[@]}" || return
   say "where the time of a step goes, in a debug build of the library"
   PYTHONPATH=$ROOT/ffi-headers/python:$CACHE/openequivariance-$(oeq_version):$ROOT/tests/host "$PYTHON" tests/host/step.py 2
+}
+
+variants() {
+  command -v cmake >/dev/null || { install_requirements link.txt; PATH=$PATH:$VENV/bin; }
+  tests/link/variants.sh
+}
+
+hosts() {
+  OEQ_TEST_PYTHON=$PYTHON tests/hosts/run.sh && tests/hosts/jaxlibs.sh || return
+  # The script that measures steps on a GPU, on the CPU: that it works, not how fast.
+  cargo build --quiet --example native_host || return
+  PLATFORM=cpu STEPS=5 ROUNDS=2 PYTHON=$PYTHON OEQ_PACKAGE=$(oeq_path) NATIVE_HOST=$BUILD/debug/examples/native_host \
+    PLUGIN=$(tests/hosts/plugins.sh lammps-jax-pjrt-cpu==0.11.2 | awk '{ print $3 }') tests/gpu/native_host.sh
 }
 
 family() {
@@ -116,8 +131,8 @@ step rust cargo test --all-features --no-fail-fast
 step python "$PYTHON" -m pytest -q -p no:cacheprovider tests/python
 step older older
 step link tests/link/run.sh
-step variants tests/link/variants.sh
-step hosts env OEQ_TEST_PYTHON="$PYTHON" tests/hosts/run.sh
+step variants variants
+step hosts hosts
 step host host_platform
 step family family
 step cut machine_code

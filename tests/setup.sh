@@ -63,18 +63,39 @@ setup_venv() {
   install_requirements venv.txt
 }
 
-# An environment with an older jax, by its version; nothing else is pinned there but what venv.txt pins for all.
-older_python() { printf '%s/target/venv-jax-%s/bin/python' "$ROOT" "$1"; }
-setup_older_jax() {
+# The lines of matrix.txt that are to be tested: some, or with OEQ_MATRIX=all all of them.
+matrix() {
+  case ${OEQ_MATRIX:-some} in
+    all) requirements matrix.txt ;;
+    some) requirements matrix.txt | grep ' some$' ;;
+    *) fail "OEQ_MATRIX is $OEQ_MATRIX; expected some or all" ;;
+  esac
+}
+
+# An interpreter of a version, such as 3.12, that can make environments.
+python_of() {
+  local candidate
+  for candidate in "python$1" "$HOME"/.pyenv/versions/"$1".*/bin/python /usr/bin/"python$1"; do
+    "$candidate" -c "import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null &&
+      { echo "$candidate"; return; }
+  done
+  return 1
+}
+
+# An environment with another jaxlib, and the jax for it, by the version; the interpreter is that of venv.txt or BASE.
+# Nothing else is pinned there but what venv.txt pins for all.
+other_python() { printf '%s/target/venv-jax-%s/bin/python' "$ROOT" "$1"; }
+setup_other_jax() {
   setup_venv
-  local version=$1 python
-  python=$(older_python "$version")
+  local version=$1 base=${2:-$PYTHON} python
+  python=$(other_python "$version")
   "$python" -c 'import jax, pytest' 2>/dev/null && return
-  say "installing jax $version"
+  say "installing jaxlib $version"
   rm -rf "$ROOT/target/venv-jax-$version"
-  quietly "$PYTHON" -m venv "$ROOT/target/venv-jax-$version"
-  requirements venv.txt | grep -iE '^(jinja2|markupsafe|flatbuffers|ml_dtypes|opt_einsum|pytest)==' >"$CACHE/older.txt"
-  quietly "$python" -m pip install --quiet -r "$CACHE/older.txt" "jax==$version" "jaxlib==$version"
+  quietly "$base" -m venv "$ROOT/target/venv-jax-$version"
+  local pinned=$CACHE/other-$version.txt
+  requirements venv.txt | grep -iE '^(jinja2|markupsafe|flatbuffers|ml_dtypes|opt_einsum|pytest)==' >"$pinned"
+  quietly "$python" -m pip install --quiet -r "$pinned" "jax==$version" "jaxlib==$version"
 }
 
 # The CUDA plugin; its path is in PLUGIN. It lies outside the environment, where jax would find it and look for a GPU.

@@ -1,14 +1,23 @@
 //! Runs a model with OpenEquivariance kernels in a PJRT plugin: no Python in the process, no XLA linked in.
 //!
-//! usage: `native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N] [--out FOLDER] [--platform NAME]
-//! [--door NAME | --symbols LIBRARY.so]`
+//! usage: `native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] [--client NAME=VALUE ...]
+//! [--platform NAME] [--door NAME | --symbols LIBRARY.so]`
 //!
-//! MODEL is an artifact of `jax.export`, `StableHLO` bytecode or `StableHLO` text. Inputs are the arguments of the exported
-//! function, in order. Outputs are written as `output_0.npy` and so on. A connector does the same five things: open the
-//! plugin, register (before or after a client exists), compile, upload, run. `native_host.cpp` does them in C++.
+//! MODEL is an artifact of `jax.export`, `StableHLO` bytecode or `StableHLO` text. Inputs are the arguments of the
+//! exported function, in order. Outputs are written as `output_0.npy` and so on. A connector does the same five things:
+//! open the plugin, register (before or after a client exists), compile, upload, run. `native_host.cpp` does them in
+//! C++.
 //!
-//! `--door` (`api`, `gpu-extension`, `execute-only`) takes one way of registering instead of the best. `--symbols LIBRARY.so`
-//! does what hosts do that are given a library and a symbol per target: it registers the library's plain names alone.
+//! `--repeat` times N steps after the first. With `--rounds` a round of N steps is run for each line that comes on
+//! standard input, until it ends, so that several hosts can take turns on one device.
+//!
+//! `--client` is an option of the plugin's clients. GPU plugins take `preallocate=false` and `memory_fraction=0.2`;
+//! without either a client takes three quarters of the device's memory at once, which processes that share a GPU cannot
+//! do.
+//!
+//! `--door` (`api`, `gpu-extension`, `execute-only`) takes one way of registering instead of the best. `--symbols
+//! LIBRARY.so` does what hosts do that are given a library and a symbol per target: it registers the library's plain
+//! names alone.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program that tells something")]
 
 mod npy;
@@ -25,30 +34,39 @@ use oeq_native::Platform;
 use oeq_native::xla::api::Api;
 use oeq_native::xla::ffi;
 use oeq_native::xla::register::Door;
-use pjrt::{Client, Result};
+use pjrt::{Buffer, Client, Executable, Inputs, Result, Setting};
 
 struct Options {
     plugin: PathBuf,
     model: PathBuf,
     inputs: Vec<PathBuf>,
     repeat: usize,
+    rounds: bool,
     out: Option<PathBuf>,
+    client: Vec<(String, Setting)>,
     platform: Option<String>,
     door: Option<Door>,
     symbols: Option<PathBuf>,
 }
 
-const USAGE: &str = "usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N] [--out FOLDER] [--platform NAME] \
-                     [--door api|gpu-extension|execute-only | --symbols LIBRARY.so]";
+const USAGE: &str = "usage: native_host PLUGIN.so MODEL [INPUT.npy ...] [--repeat N [--rounds]] [--out FOLDER] \
+                     [--client NAME=VALUE ...] [--platform NAME] [--door api|gpu-extension|execute-only | \
+                     --symbols LIBRARY.so]";
 
 fn options() -> Result<Options> {
-    let mut positional = Vec::new();
-    let (mut repeat, mut out, mut platform, mut door, mut symbols) = (1, None, None, None, None);
+    let (mut positional, mut client) = (Vec::new(), Vec::new());
+    let (mut repeat, mut rounds, mut out, mut platform, mut door, mut symbols) = (0, false, None, None, None, None);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{argument} takes a value\n{USAGE}"));
         match argument.as_str() {
             "--repeat" => repeat = value()?.parse()?,
+            "--rounds" => rounds = true,
+            "--client" => {
+                let (name, setting) =
+                    value()?.split_once('=').map(|(n, v)| (n.to_owned(), Setting::parse(v))).ok_or(USAGE)?;
+                client.push((name, setting));
+            }
             "--out" => out = Some(value()?.into()),
             "--platform" => platform = Some(value()?),
             "--symbols" => symbols = Some(value()?.into()),
@@ -69,7 +87,7 @@ fn options() -> Result<Options> {
     }
     let inputs = positional.split_off(2);
     let model = positional.remove(1);
-    Ok(Options { plugin: positional.remove(0), model, inputs, repeat, out, platform, door, symbols })
+    Ok(Options { plugin: positional.remove(0), model, inputs, repeat, rounds, out, client, platform, door, symbols })
 }
 
 fn main() -> ExitCode {
@@ -91,7 +109,7 @@ fn run() -> Result<()> {
     println!("opened      {} in {}", options.plugin.display(), milliseconds(lap()));
 
     plugin.initialize()?;
-    let client = Client::new(plugin)?;
+    let client = Client::new(plugin, &options.client)?;
     println!("client      of platform {} in {}", client.platform, milliseconds(lap()));
 
     // This may as well come first: before a client exists, "CUDA" is said instead of the client's platform.
@@ -131,22 +149,16 @@ fn run() -> Result<()> {
     }
     println!("uploaded    {} inputs in {}", arguments.len(), milliseconds(lap()));
 
-    let mut outputs = executable.run(&arguments)?;
+    let inputs = Inputs::new(arguments);
+    let mut outputs = executable.run(&inputs)?;
     println!("first step  {}", milliseconds(lap()));
-    let mut times: Vec<Duration> = Vec::new();
-    for _ in 1..options.repeat {
-        outputs = executable.run(&arguments)?;
-        times.push(lap());
-    }
-    times.sort_unstable();
-    if let (Some(least), Some(median), Some(most)) = (times.first(), times.get(times.len() / 2), times.last()) {
-        println!(
-            "per step    {} median of {} ({} to {})",
-            milliseconds(*median),
-            times.len(),
-            milliseconds(*least),
-            milliseconds(*most)
-        );
+    if options.rounds {
+        for (round, line) in std::io::stdin().lines().enumerate() {
+            line?;
+            println!("round {:<5} {}", round + 1, steps(&executable, &inputs, &mut outputs, options.repeat)?);
+        }
+    } else if options.repeat > 0 {
+        println!("per step    {}", steps(&executable, &inputs, &mut outputs, options.repeat)?);
     }
 
     for (index, output) in outputs.iter().enumerate() {
@@ -172,6 +184,27 @@ fn register_symbols(path: &Path, api: Api, platform: Platform) -> Result<usize> 
         api.register_handler(target.descriptor.name, platform.name(), bundle, 0)?;
     }
     Ok(targets.len())
+}
+
+/// Runs `count` steps and says what they took, after some that are not timed: caches and clocks have to wake up.
+fn steps(executable: &Executable, inputs: &Inputs, outputs: &mut Vec<Buffer>, count: usize) -> Result<String> {
+    let mut times = Vec::with_capacity(count);
+    let mut last = Instant::now();
+    for step in 0..count / 10 + count {
+        // The outputs go before the next ones are made: XLA then finds the same memory again, and what it has recorded
+        // in command buffers for these addresses stays good.
+        outputs.clear();
+        *outputs = executable.run(inputs)?;
+        let now = Instant::now();
+        if step >= count / 10 {
+            times.push(now - last);
+        }
+        last = now;
+    }
+    times.sort_unstable();
+    let at = |tenths: usize| times.get(tenths * times.len().saturating_sub(1) / 10).copied().unwrap_or_default();
+    let [least, tenth, median, nine] = [0, 1, 5, 9].map(|tenths| milliseconds(at(tenths)));
+    Ok(format!("{median} median, {least} least, {tenth} tenth, {nine} nine tenths of {count} steps"))
 }
 
 fn milliseconds(time: Duration) -> String {
@@ -205,7 +238,8 @@ impl<'a> Model<'a> {
         // The distance back to the vtable is signed.
         let back = i32::from_le_bytes(*file.get(table..)?.first_chunk()?);
         let vtable = table.checked_add_signed(isize::try_from(back).ok()?.checked_neg()?)?;
-        // Field number n has its offset in the table at vtable + 4 + 2n; what it points to is a length and the elements.
+        // Field number n has its offset in the table at vtable + 4 + 2n; what it points to is a length and the
+        // elements.
         let vector = |number: usize| {
             let slot = 4 + 2 * number;
             let offset = if slot < u16_at(vtable)? { u16_at(vtable + slot)? } else { 0 };

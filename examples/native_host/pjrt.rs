@@ -1,9 +1,10 @@
 //! As much of the PJRT C API as running a model takes.
 //!
 //! Every function gets a pointer to a structure of its own, which begins with the structure's size and a chain of
-//! extensions, and answers null or an error. A size ends with the last field, tail padding does not count. Functions are
-//! found by their place in the plugin's table; places and layouts have been the same since version 0.40 or so. A plugin
-//! takes a structure that is larger than it knows, not one that is smaller: the two that grow have room at the end.
+//! extensions, and answers null or an error. A size ends with the last field, tail padding does not count. Functions
+//! are found by their place in the plugin's table; places and layouts have been the same since version 0.40 or so. A
+//! plugin takes a structure that is larger than it knows, not one that is smaller: the two that grow have room at the
+//! end.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::{ManuallyDrop, offset_of};
@@ -22,7 +23,7 @@ struct Api {
     struct_size: usize,
     extensions: *const c_void,
     version: [usize; 3],
-    functions: [Option<Function>; 73],
+    functions: [Option<Function>; 71],
 }
 
 /// Places of functions in the table.
@@ -47,7 +48,6 @@ mod place {
     pub(super) const BUFFER_ELEMENT_TYPE: usize = 59;
     pub(super) const BUFFER_DIMENSIONS: usize = 60;
     pub(super) const BUFFER_TO_HOST_BUFFER: usize = 70;
-    pub(super) const BUFFER_READY_EVENT: usize = 72;
 }
 
 /// An argument structure, all zero but for its size.
@@ -91,9 +91,10 @@ arguments! {
     Array { object: Object, items: *const c_void, => count: usize }
     Type { object: Object, => kind: c_int }
     Create {
-        options: *const c_void, option_count: usize, get: Object, get_argument: Object, put: Object,
+        options: *const NamedValue, option_count: usize, get: Object, get_argument: Object, put: Object,
         put_argument: Object, client: Object, => later: [usize; 8]
     }
+    NamedValue { name: *const u8, name_size: usize, kind: c_int, value: usize, => value_size: usize }
     Program { code: *const u8, code_size: usize, format: *const u8, => format_size: usize }
     Compile { client: Object, program: *const Program, options: *const u8, options_size: usize, => executable: Object }
     FromHost {
@@ -178,6 +179,36 @@ impl Plugin {
     }
 }
 
+/// The value of a client's option.
+pub(crate) enum Setting {
+    Text(String),
+    Integer(i64),
+    Real(f32),
+    Truth(bool),
+}
+
+impl Setting {
+    /// Plugins insist on the type, which is told by the look: `true`, `3`, `0.5`, anything else.
+    pub(crate) fn parse(text: &str) -> Self {
+        let integer = || text.parse().map(Self::Integer).ok();
+        let real = || text.parse().map(Self::Real).ok();
+        let truth = text.parse().map(Self::Truth).ok();
+        truth.or_else(integer).or_else(real).unwrap_or_else(|| Self::Text(text.to_owned()))
+    }
+
+    /// The structure for it, which points to the name and the text.
+    fn named(&self, name: &str) -> NamedValue {
+        // A `PJRT_NamedValue_Type`, and the value as the first bytes of a word.
+        let (kind, value, value_size) = match self {
+            Self::Text(text) => (0, text.as_ptr() as usize, text.len()),
+            Self::Integer(number) => (1, usize::from_ne_bytes(number.to_ne_bytes()), 1),
+            Self::Real(number) => (3, number.to_bits() as usize, 1),
+            Self::Truth(truth) => (4, usize::from(*truth), 1),
+        };
+        NamedValue { name: name.as_ptr(), name_size: name.len(), kind, value, value_size, ..NamedValue::new() }
+    }
+}
+
 /// A client of a plugin and its first device.
 pub(crate) struct Client {
     plugin: Plugin,
@@ -187,8 +218,10 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    pub(crate) fn new(plugin: Plugin) -> Result<Self> {
-        let mut create = Create::new();
+    /// A client with these options; which there are is the plugin's affair.
+    pub(crate) fn new(plugin: Plugin, options: &[(String, Setting)]) -> Result<Self> {
+        let options: Vec<NamedValue> = options.iter().map(|(name, setting)| setting.named(name)).collect();
+        let mut create = Create { options: options.as_ptr(), option_count: options.len(), ..Create::new() };
         plugin.call(place::CLIENT_CREATE, &mut create)?;
         let client = create.client;
         let mut devices = Array { object: client, ..Array::new() };
@@ -266,32 +299,47 @@ pub(crate) struct Executable {
     outputs: usize,
 }
 
+/// What a module is called with: made once, used in every step.
+pub(crate) struct Inputs {
+    /// They live as long as the list of them.
+    _buffers: Vec<Buffer>,
+    list: Vec<Object>,
+    /// All of them are used again in the next step, so none may be donated.
+    keep: Vec<i64>,
+}
+
+impl Inputs {
+    pub(crate) fn new(buffers: Vec<Buffer>) -> Self {
+        let list = buffers.iter().map(|argument| argument.buffer).collect();
+        let keep = (0..).take(buffers.len()).collect();
+        Self { _buffers: buffers, list, keep }
+    }
+}
+
 impl Executable {
     /// Runs the module once and waits for its end.
-    pub(crate) fn run(&self, arguments: &[Buffer]) -> Result<Vec<Buffer>> {
-        // The inputs are used again in the next step, so none may be donated.
-        let keep: Vec<i64> = (0..).take(arguments.len()).collect();
-        let mut options = ExecuteOptions { keep: keep.as_ptr(), keep_count: keep.len(), ..ExecuteOptions::new() };
-        let arguments: Vec<Object> = arguments.iter().map(|argument| argument.buffer).collect();
+    ///
+    /// The one event of the whole execution is waited for: the outputs are there then, and an error in any of them is
+    /// told. Waiting for each output instead costs an event and a callback of the device each.
+    pub(crate) fn run(&self, inputs: &Inputs) -> Result<Vec<Buffer>> {
+        let (keep, keep_count) = (inputs.keep.as_ptr(), inputs.keep.len());
+        let mut options = ExecuteOptions { keep, keep_count, ..ExecuteOptions::new() };
         let mut outputs: Vec<Object> = vec![ptr::null_mut(); self.outputs];
-        let (argument_list, output_list) = (arguments.as_ptr(), outputs.as_mut_ptr());
+        let (argument_list, output_list) = (inputs.list.as_ptr(), outputs.as_mut_ptr());
         let mut done: Object = ptr::null_mut();
         let mut execute = Execute {
             executable: self.loaded,
             options: &raw mut options,
             arguments: &raw const argument_list,
             devices: 1,
-            argument_count: arguments.len(),
+            argument_count: inputs.list.len(),
             outputs: &raw const output_list,
             done: &raw mut done,
             ..Execute::new()
         };
         self.plugin.call(place::LOADED_EXECUTABLE_EXECUTE, &mut execute)?;
-        let outputs: Vec<Buffer> = outputs.iter().map(|&buffer| Buffer { plugin: self.plugin, buffer }).collect();
+        let outputs = outputs.into_iter().map(|buffer| Buffer { plugin: self.plugin, buffer }).collect();
         self.plugin.wait(done)?;
-        for output in &outputs {
-            output.ready()?;
-        }
         Ok(outputs)
     }
 }
@@ -309,12 +357,6 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
-    fn ready(&self) -> Result<()> {
-        let mut event = Pointer { object: self.buffer, ..Pointer::new() };
-        self.plugin.call(place::BUFFER_READY_EVENT, &mut event)?;
-        self.plugin.wait(event.answer)
-    }
-
     /// Copies the array here: `PJRT_Buffer_Type`, dimensions and elements, row by row.
     pub(crate) fn download(&self) -> Result<(c_int, Vec<i64>, Vec<u8>)> {
         let mut kind = Type { object: self.buffer, ..Type::new() };

@@ -1,5 +1,5 @@
-//! CUDA text: entry points lie where they are said to be, and a cut program differs from the whole only in what was put
-//! before `__global__`, on the same lines.
+//! CUDA text: entry points lie where they are said to be, and a cut program holds those that were asked for, as they were and
+//! on the same lines, and no other that produces code.
 
 #![no_main]
 
@@ -24,18 +24,17 @@ fuzz_target!(|input: &[u8]| {
     assert_eq!(same, source);
     for keep in all.iter().map(|name| vec![*name]).take(4).chain([vec![], all.iter().copied().step_by(2).collect()]) {
         let cut = keep_only(source, &keep).expect("whether a program can be cut must not depend on what is kept");
-        assert_eq!(cut.len(), source.len() + DROP.len() * (all.len() - keep.len()));
-        assert_eq!(cut.lines().count(), source.lines().count());
+        assert_eq!(cut.matches('\n').count(), source.matches('\n').count());
         let cut_entries = entry_points(&cut).expect("a cut program can be lexed");
-        assert_eq!(cut_entries.len(), entries.len());
-        let mut shift = 0;
-        for (before, after) in entries.iter().zip(&cut_entries) {
-            let dropped = !keep.contains(&before.name.as_str());
-            shift += if dropped { DROP.len() } else { 0 };
-            assert_eq!(before.name, after.name);
-            assert_eq!(before.global_at + shift, after.global_at);
-            assert_eq!(dropped, cut[..after.global_at].ends_with(DROP));
-            assert_eq!(source[before.global_at..before.body.end], cut[after.global_at..after.body.end]);
+        let line = |text: &str, at: usize| text[..at].matches('\n').count();
+        for before in entries.iter().filter(|entry| keep.contains(&entry.name.as_str())) {
+            let after = cut_entries.iter().find(|entry| entry.name == before.name).expect("an entry point that was kept");
+            assert_eq!(source[before.body.clone()], cut[after.body.clone()]);
+            assert_eq!(line(source, before.global_at), line(&cut, after.global_at));
+            assert!(!cut[..after.global_at].ends_with(DROP));
+        }
+        for other in cut_entries.iter().filter(|entry| !keep.contains(&entry.name.as_str())) {
+            assert!(cut[..other.global_at].ends_with(DROP));
         }
     }
 });

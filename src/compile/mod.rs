@@ -1,5 +1,5 @@
-//! From source to machine code: what is compiled together ([`mod@unit`]), by what ([`nvrtc`]), on which threads ([`pool`]), and
-//! how to get around it: what was compiled before ([`store`]), elsewhere ([`bundle`]), or is being compiled by another
+//! From source to machine code: what is compiled together ([`mod@unit`]), by what ([`nvrtc`]), on which threads ([`pool`])
+//! and how many at a time (`pace`), and how to get around it: what was compiled before ([`store`]), elsewhere ([`bundle`]), or is being compiled by another
 //! process just now ([`images`]).
 //!
 //! An [`Artifact`] is the one compilation of one unit for one architecture, shared by everybody who wants it: those who
@@ -14,6 +14,7 @@ pub mod host;
 pub mod images;
 pub mod key;
 pub mod nvrtc;
+mod pace;
 pub mod pool;
 pub mod progress;
 pub mod store;

@@ -9,6 +9,8 @@
 //! 2. `idle <= workers`; the difference is the number of jobs running right now.
 //! 3. A worker leaves the count only while the queue is empty and under the lock, so no job slips in behind its back.
 //!
+//! How many of the threads work at a time is a matter of its own, see the module `pace`.
+//!
 //! Starting a thread happens under the lock, because fact 1 must hold even when the system refuses the thread. That is a
 //! few tens of microseconds, at most once per worker; jobs never run under the lock.
 //!
@@ -26,10 +28,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 
+use super::pace::{Load, Pace};
 use super::sys;
 
 /// One piece of work. It must report its own outcome; a job that panics is dropped and the worker goes on.
@@ -69,8 +72,17 @@ impl Ticket {
 /// Starts a thread of that name which runs the body. What tests replace.
 type Spawn = dyn Fn(String, Job) -> io::Result<()> + Send + Sync;
 
+/// A job in the queue.
+struct Waiting {
+    weight: u64,
+    job: Job,
+}
+
 struct State {
-    queue: BTreeMap<Rank, Job>,
+    queue: BTreeMap<Rank, Waiting>,
+    /// The weights of the jobs that run.
+    running: Vec<u64>,
+    pace: Pace,
     /// Which worker numbers are taken; its length is the most workers there ever were.
     slots: Vec<bool>,
     workers: usize,
@@ -88,15 +100,43 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(process: u32) -> Self {
-        let state =
-            State { queue: BTreeMap::new(), slots: Vec::new(), workers: 0, idle: 0, promotions: 0, closed: false };
+    fn new(process: u32, max_workers: usize) -> Self {
+        let state = State {
+            queue: BTreeMap::new(),
+            running: Vec::new(),
+            pace: Pace::new(max_workers, cores()),
+            slots: Vec::new(),
+            workers: 0,
+            idle: 0,
+            promotions: 0,
+            closed: false,
+        };
         Self { process, state: Mutex::new(state), work: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics under the lock, and if it did, the counts would still be those of the last whole step.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn load(&self) -> Load {
+        let queued = self.queue.values().map(|waiting| &waiting.weight);
+        queued.chain(&self.running).fold(Load::default(), |load, weight| load.and(*weight))
+    }
+
+    /// The next job, if one more may run now; else how long to wait before asking again.
+    fn next(&mut self) -> Result<Waiting, Option<Duration>> {
+        let Some((rank, waiting)) = self.queue.first_key_value() else { return Err(None) };
+        // Somebody waits for it, or everybody will: it may well be the last to end.
+        let urgent = matches!(rank, Rank::Promoted(_)) || self.running.iter().all(|running| *running < waiting.weight);
+        let load = self.load();
+        let limit = self.pace.limit(Instant::now(), load);
+        if !urgent && self.running.len() >= limit.jobs {
+            return Err(limit.changes_in);
+        }
+        self.queue.pop_first().map(|(_, waiting)| waiting).ok_or(None)
     }
 }
 
@@ -130,12 +170,13 @@ impl Pool {
     }
 
     fn with(max_workers: usize, idle: Duration, spawn: Box<Spawn>) -> Self {
+        let max_workers = max_workers.max(1);
         Self {
-            max_workers: max_workers.max(1),
+            max_workers,
             idle,
             spawn,
             tickets: AtomicU64::new(0),
-            shared: ArcSwap::from_pointee(Shared::new(std::process::id())),
+            shared: ArcSwap::from_pointee(Shared::new(std::process::id(), max_workers)),
         }
     }
 
@@ -164,22 +205,27 @@ impl Pool {
                 log::debug!("oeq-native: staying with {} compiler threads: {error}", state.workers);
             }
         }
-        state.queue.insert(ticket.rank(), job);
+        let first = state.queue.is_empty() && state.running.is_empty();
+        state.pace.arrived(Instant::now(), first);
+        state.queue.insert(ticket.rank(), Waiting { weight, job });
         drop(state);
         shared.work.notify_one();
         Ok(ticket)
     }
 
-    /// Moves a job before all that nobody waits for. Jobs promoted earlier stay ahead of it. Nothing happens if the job
-    /// has started already, or was promoted before.
+    /// Moves a job before all that nobody waits for. Jobs promoted earlier stay ahead of it, and so does a job that has
+    /// started already or was promoted before. All threads begin to work that were held back until more jobs had arrived.
     pub fn promote(&self, ticket: Ticket) {
         let shared = self.shared_in(std::process::id());
         let mut state = shared.lock();
-        if let Some(job) = state.queue.remove(&ticket.rank()) {
+        if let Some(waiting) = state.queue.remove(&ticket.rank()) {
             let place = state.promotions;
             state.promotions += 1;
-            state.queue.insert(Rank::Promoted(place), job);
+            state.queue.insert(Rank::Promoted(place), waiting);
         }
+        state.pace.awaited();
+        drop(state);
+        shared.work.notify_all();
     }
 
     /// How many worker threads there are now.
@@ -202,7 +248,7 @@ impl Pool {
         }
         // Never drop the parent's state: its jobs' destructors may want locks that nobody will release here.
         mem::forget(Arc::clone(&current));
-        self.shared.compare_and_swap(&current, Arc::new(Shared::new(process)));
+        self.shared.compare_and_swap(&current, Arc::new(Shared::new(process, self.max_workers)));
         self.shared.load_full()
     }
 
@@ -241,20 +287,33 @@ fn start(name: String, body: Job) -> io::Result<()> {
 fn work(shared: &Shared, slot: usize, patience: Duration) {
     let mut state = shared.lock();
     loop {
-        if let Some((_, job)) = state.queue.pop_first() {
-            state.idle -= 1;
-            drop(state);
-            run(job);
-            state = shared.lock();
-            state.idle += 1;
-            continue;
-        }
-        if state.closed {
-            break;
-        }
-        let (woken, wait) = shared.work.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
+        let wait = match state.next() {
+            Ok(Waiting { weight, job }) => {
+                state.idle -= 1;
+                state.running.push(weight);
+                let (last, more) = (state.closed && state.queue.is_empty(), !state.queue.is_empty());
+                drop(state);
+                if last {
+                    shared.work.notify_all();
+                } else if more {
+                    // Of several that were told of new jobs while these were held back, one may have heard it all.
+                    shared.work.notify_one();
+                }
+                run(job);
+                state = shared.lock();
+                state.idle += 1;
+                if let Some(index) = state.running.iter().position(|running| *running == weight) {
+                    state.running.swap_remove(index);
+                }
+                continue;
+            }
+            Err(_) if state.closed && state.queue.is_empty() => break,
+            Err(held_back) => held_back,
+        };
+        let (woken, waited) =
+            shared.work.wait_timeout(state, wait.unwrap_or(patience)).unwrap_or_else(PoisonError::into_inner);
         state = woken;
-        if wait.timed_out() && state.queue.is_empty() {
+        if waited.timed_out() && wait.is_none() && state.queue.is_empty() {
             break;
         }
     }
@@ -285,8 +344,12 @@ fn text_of(panic: &(dyn std::any::Any + Send)) -> &str {
 #[must_use]
 pub fn default_workers() -> usize {
     let read = |path: &Path| std::fs::read_to_string(path).ok();
-    let cores = sys::affinity_cores().or_else(|| thread::available_parallelism().ok().map(usize::from)).unwrap_or(1);
-    cores.min(quota(&read).unwrap_or(usize::MAX)).clamp(1, MOST_DEFAULT_WORKERS)
+    cores().min(quota(&read).unwrap_or(usize::MAX)).clamp(1, MOST_DEFAULT_WORKERS)
+}
+
+/// The cores of the affinity mask.
+fn cores() -> usize {
+    sys::affinity_cores().or_else(|| thread::available_parallelism().ok().map(usize::from)).unwrap_or(1)
 }
 
 /// The smallest CPU quota of the process's control groups and all above them, in whole cores. `None`: unlimited.
@@ -525,6 +588,66 @@ mod tests {
         assert_eq!(ran.iter().collect::<Vec<_>>(), [4, 2, 0, 1, 3]);
         pool.promote(tickets[0]);
         assert_eq!(pool.queued(), 0);
+    }
+
+    #[test]
+    fn a_job_that_outweighs_all_others_begins_at_once() {
+        let pool = Pool::with(8, FOR_EVER, Box::new(start));
+        // One of eight threads works while jobs arrive; each of these is heavier than those before and waits for all.
+        let barrier = Arc::new(std::sync::Barrier::new(5));
+        for weight in 1..=4 {
+            let barrier = Arc::clone(&barrier);
+            accepted(pool.submit(
+                weight,
+                Box::new(move || {
+                    barrier.wait();
+                }),
+            ));
+            // So that the burst does not end before the last has come.
+            let shared = pool.shared_in(std::process::id());
+            while shared.lock().running.len() < usize::try_from(weight).unwrap() {
+                thread::yield_now();
+            }
+        }
+        barrier.wait();
+    }
+
+    #[test]
+    fn jobs_that_were_held_back_begin_by_themselves() {
+        let pool = Pool::with(8, FOR_EVER, Box::new(start));
+        let gates = [occupied(&pool), occupied(&pool)];
+        let (log, ran) = mpsc::channel();
+        // Two of eight threads work while jobs arrive; these are ten more jobs, each as heavy as its number.
+        for what in 1..=10 {
+            accepted(pool.submit(what, recorder(&log, what)));
+        }
+        // Nobody waits for any of them, and no thread is free but those that are held back: they begin by themselves.
+        let mut first: Vec<u64> = (0..10).map(|_| ran.recv().unwrap()).collect();
+        first.sort_unstable();
+        assert_eq!(first, (1..=10).collect::<Vec<_>>());
+        for gate in gates {
+            gate.end.send(()).unwrap();
+        }
+    }
+
+    #[test]
+    fn who_waits_lets_all_threads_begin() {
+        let pool = Pool::with(8, FOR_EVER, Box::new(start));
+        // As many jobs as threads, each waiting for all others: none ends unless all run.
+        let barrier = Arc::new(std::sync::Barrier::new(9));
+        let tickets: Vec<Ticket> = (0..8)
+            .map(|_| {
+                let barrier = Arc::clone(&barrier);
+                accepted(pool.submit(
+                    1,
+                    Box::new(move || {
+                        barrier.wait();
+                    }),
+                ))
+            })
+            .collect();
+        pool.promote(tickets[7]);
+        barrier.wait();
     }
 
     #[test]

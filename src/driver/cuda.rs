@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 use cust::sys::{CUcontext, CUdevice, CUfunction, CUmodule, CUstream};
 use smallvec::SmallVec;
 
+use super::replay::{self, Place};
 use super::{Driver, Function, FunctionSpec, Module, Stream, Work, Zero, symbols};
 use crate::compile::{Architecture, Image};
 use crate::error::{Code, Error, Result};
@@ -62,7 +63,7 @@ const ZERO_FILL: &str = concat!(include_str!("../../kernels/zero_fill.ptx"), "\0
 /// Regions that one launch of it takes.
 const REGIONS: usize = 4;
 /// Threads of its blocks.
-const ZERO_FILL_THREADS: u32 = 256;
+pub(super) const ZERO_FILL_THREADS: u32 = 256;
 /// The most blocks that it gets for each multiprocessor: as many as can be there at a time.
 const ZERO_FILL_WAVES: u32 = 8;
 /// Up to this size a memset costs the host a quarter of a launch (0.8 us against 3.5 us, H200, December 2026); above, as much
@@ -71,10 +72,47 @@ const SMALL_MEMSET: u64 = 4096;
 
 /// The zeroing kernel's parameter.
 #[repr(C)]
-struct Regions {
+pub(super) struct Regions {
     address: [u64; REGIONS],
     bytes: [u64; REGIONS],
     count: u64,
+}
+
+impl Regions {
+    /// The parameter for at most [`REGIONS`] regions, and how many blocks the launch should have.
+    #[inline]
+    pub(super) fn of(zeros: &[Zero], multiprocessors: u32) -> (Self, u32) {
+        let mut regions = Self { address: [0; REGIONS], bytes: [0; REGIONS], count: 0 };
+        let mut most = 0;
+        for (index, zero) in zeros.iter().take(REGIONS).enumerate() {
+            regions.address[index] = zero.address;
+            regions.bytes[index] = zero.bytes;
+            regions.count += 1;
+            most = most.max(zero.bytes);
+        }
+        let needed = (most / (16 * u64::from(ZERO_FILL_THREADS))).clamp(1, u64::from(u32::MAX));
+        let blocks = u32::try_from(needed).unwrap_or(u32::MAX).min(ZERO_FILL_WAVES * multiprocessors);
+        (regions, blocks)
+    }
+}
+
+/// As many regions at a time as one launch of the zeroing kernel takes.
+#[inline]
+pub(super) fn regions(zeros: &[Zero]) -> std::slice::Chunks<'_, Zero> {
+    zeros.chunks(REGIONS)
+}
+
+/// The list that passes parameters as one buffer, which spares the driver the look at every one of them. `bytes` is the
+/// buffer's size. The driver copies the buffer and does not write to it.
+#[inline]
+pub(super) fn parameter_buffer(words: &[u64], bytes: &mut usize) -> [*mut c_void; 5] {
+    [
+        number::LAUNCH_PARAM_BUFFER_POINTER,
+        words.as_ptr().cast_mut().cast::<c_void>(),
+        number::LAUNCH_PARAM_BUFFER_SIZE,
+        ptr::from_mut(bytes).cast::<c_void>(),
+        ptr::null_mut(),
+    ]
 }
 
 /// Whether one launch is cheaper than the memsets.
@@ -133,7 +171,7 @@ fn failure(status: c_int, attempt: &str) -> Error {
 }
 
 #[inline]
-fn check(status: c_int, attempt: &str) -> Result<()> {
+pub(super) fn check(status: c_int, attempt: &str) -> Result<()> {
     if status == 0 { Ok(()) } else { Err(failure(status, attempt)) }
 }
 
@@ -262,16 +300,8 @@ impl Cuda {
     /// # Safety
     /// As for [`Driver::enqueue`]; the context is current.
     unsafe fn launch_zero_fill(device: &Device, function: usize, zeros: &[Zero], stream: CUstream) -> Result<()> {
-        for zeros in zeros.chunks(REGIONS) {
-            let mut regions = Regions { address: [0; REGIONS], bytes: [0; REGIONS], count: zeros.len() as u64 };
-            let mut most = 0;
-            for (index, zero) in zeros.iter().enumerate() {
-                regions.address[index] = zero.address;
-                regions.bytes[index] = zero.bytes;
-                most = most.max(zero.bytes);
-            }
-            let needed = (most / (16 * u64::from(ZERO_FILL_THREADS))).clamp(1, u64::from(u32::MAX));
-            let blocks = u32::try_from(needed).unwrap_or(u32::MAX).min(ZERO_FILL_WAVES * device.multiprocessors);
+        for zeros in regions(zeros) {
+            let (mut regions, blocks) = Regions::of(zeros, device.multiprocessors);
             let mut parameters = [(&raw mut regions).cast::<c_void>()];
             // SAFETY: the function is the kernel below and takes the structure by value; the rest is the caller's word.
             let status = unsafe {
@@ -334,12 +364,12 @@ pub struct DeviceProperties {
 }
 
 /// A context that is current on this thread until the guard goes, when the caller's own is current again.
-struct Current {
+pub(super) struct Current {
     pushed: bool,
 }
 
 impl Current {
-    fn enter(context: CUcontext) -> Result<Self> {
+    pub(super) fn enter(context: CUcontext) -> Result<Self> {
         let mut current: CUcontext = ptr::null_mut();
         // SAFETY: the driver writes one handle.
         check(unsafe { cuCtxGetCurrent(&raw mut current) }, "cuCtxGetCurrent")?;
@@ -364,12 +394,12 @@ impl Drop for Current {
 
 /// This thread's capture mode, relaxed until the guard goes: loading a module would otherwise invalidate a capture that
 /// runs on this thread or, in global mode, on any other.
-struct RelaxedCapture {
+pub(super) struct RelaxedCapture {
     previous: c_int,
 }
 
 impl RelaxedCapture {
-    fn enter() -> Result<Self> {
+    pub(super) fn enter() -> Result<Self> {
         let mut mode = number::CAPTURE_MODE_RELAXED;
         // SAFETY: the driver swaps one int.
         check(unsafe { cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
@@ -476,8 +506,22 @@ impl Driver for Cuda {
         let device = self.device(ordinal)?;
         let _current = Self::enter_device(device)?;
         let stream = stream.0.cast();
-        let zero_fill = device.zero_fill.get().copied().flatten().filter(|_| one_launch_is_cheaper(work.zeros));
-        if let Some(function) = zero_fill {
+        let zero_fill = device.zero_fill.get().copied().flatten();
+        if let Some(replays) = work.replays {
+            let place = Place {
+                ordinal,
+                devices: self.devices()?.list.len(),
+                context: device.context.get().map_or(ptr::null_mut(), |context| *context as CUcontext),
+                stream,
+                multiprocessors: device.multiprocessors,
+                zero_fill,
+            };
+            // SAFETY: as the caller promises; the context is current and the stream's.
+            if unsafe { replay::enqueue(replays, &place, work) } {
+                return Ok(());
+            }
+        }
+        if let Some(function) = zero_fill.filter(|_| one_launch_is_cheaper(work.zeros)) {
             // SAFETY: as the caller promises; the context is current.
             unsafe { Self::launch_zero_fill(device, function, work.zeros, stream)? };
         } else {
@@ -492,15 +536,8 @@ impl Driver for Cuda {
             let Some(words) = work.words.get(launch.words.clone()) else {
                 return Err(Error::internal(format!("the parameters of `{}` are incomplete", launch.entry)));
             };
-            // One buffer of the right layout spares the driver the look at every parameter.
             let mut bytes = size_of_val(words);
-            let mut buffer = [
-                number::LAUNCH_PARAM_BUFFER_POINTER,
-                words.as_ptr().cast_mut().cast::<c_void>(),
-                number::LAUNCH_PARAM_BUFFER_SIZE,
-                (&raw mut bytes).cast::<c_void>(),
-                ptr::null_mut(),
-            ];
+            let mut buffer = parameter_buffer(words, &mut bytes);
             // SAFETY: the caller vouches for function, stream and parameters; the driver copies the buffer before it
             // returns and does not write to it.
             let status = unsafe {

@@ -7,6 +7,7 @@ pub mod cuda;
 #[cfg(feature = "host")]
 pub mod host;
 pub mod known;
+pub mod replay;
 pub mod symbols;
 
 use std::ffi::c_void;
@@ -14,6 +15,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
+use self::replay::Replays;
 use crate::compile::{Architecture, Image};
 use crate::error::Result;
 
@@ -81,6 +83,8 @@ pub struct Work<'a> {
     pub functions: &'a [Function],
     /// The parameters' values.
     pub words: &'a [u64],
+    /// What the backend keeps of the call site that the work is of, from call to call. `None`: nothing is to be kept.
+    pub replays: Option<&'a Replays>,
 }
 
 /// A device backend.
@@ -98,7 +102,8 @@ pub trait Driver: Send + Sync {
     /// The driver's, or a device that cannot give the shared memory asked for (both numbers are in the text).
     fn load(&self, ordinal: u32, image: &Image, functions: &[FunctionSpec<'_>]) -> Result<Box<dyn Module>>;
 
-    /// Enqueues zeroing, then launches, on a stream of the device. Only enqueues: no allocation, no synchronisation.
+    /// Enqueues zeroing, then launches, on a stream of the device. Only enqueues: no allocation, no synchronisation, but
+    /// where it makes something that later calls of the same site are cheaper by, once.
     ///
     /// # Errors
     /// The driver's.

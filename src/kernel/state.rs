@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use smallvec::SmallVec;
 
 use super::record::Record;
+use crate::driver::replay::Replays;
 use crate::driver::{LaunchSpec, Stream, Work, Zero};
 use crate::error::{Error, Result};
 use crate::layout::{self, Call, Extent, Extents, Parameter, TensorView};
@@ -57,6 +58,7 @@ pub struct CallState {
     order: usize,
     call: &'static Call,
     prepared: OnceLock<Prepared>,
+    replays: Replays,
 }
 
 /// A call of known shapes: everything but the addresses.
@@ -175,6 +177,8 @@ fn too_many() -> Error {
 
 impl Drop for CallState {
     fn drop(&mut self) {
+        // Before the functions in them may be unloaded.
+        drop(std::mem::take(&mut self.replays));
         self.record.release();
     }
 }
@@ -187,7 +191,7 @@ impl CallState {
     pub fn new(record: Arc<Record>, order: usize) -> Result<Self> {
         let call = record.call(order)?;
         record.acquire();
-        Ok(Self { record, order, call, prepared: OnceLock::new() })
+        Ok(Self { record, order, call, prepared: OnceLock::new(), replays: Replays::default() })
     }
 
     /// The kernel.
@@ -271,6 +275,7 @@ impl CallState {
             launches: &prepared.launches,
             functions: &launcher.functions,
             words: &words[..prepared.used],
+            replays: runtime.config.replay.then_some(&self.replays),
         };
         // SAFETY: by this function's contract; the record, which this state holds, keeps the launcher and so the functions.
         unsafe { runtime.driver.enqueue(ordinal, stream, &work)? };

@@ -34,7 +34,9 @@ impl Platform {
         match name.to_ascii_lowercase().as_str() {
             "cuda" | "gpu" => Ok(Self::Cuda),
             "host" | "cpu" => Ok(Self::Host),
-            _ => Err(Error::invalid(format!("platform `{name}` is unknown; expected CUDA (or gpu) or Host (or cpu)"))),
+            _ => Err(Error::invalid(format!(
+                "platform `{name}` is unknown; expected CUDA, cuda or gpu for NVIDIA GPUs, Host or cpu for the host"
+            ))),
         }
     }
 

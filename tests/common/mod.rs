@@ -105,12 +105,14 @@ unsafe extern "C" fn error_text<const MINOR: c_int>(args: *mut c_void) {
 }
 
 unsafe extern "C" fn error_destroy(args: *mut ffi::ErrorDestroyArgs) {
+    assert_eq!(unsafe { (*args).struct_size }, ffi::ErrorDestroyArgs::STRUCT_SIZE);
     LIVE_ERRORS.fetch_sub(1, Ordering::SeqCst);
     drop(unsafe { Box::from_raw((*args).error.cast::<FakeError>()) });
 }
 
 unsafe extern "C" fn stream_get(args: *mut ffi::StreamGetArgs) -> *mut ffi::Error {
     let args = unsafe { &mut *args };
+    assert_eq!(args.struct_size, ffi::StreamGetArgs::STRUCT_SIZE);
     match unsafe { &*args.ctx.cast::<FakeContext>() }.stream {
         Some(stream) => args.stream = stream as *mut c_void,
         None => return fake_error(12, "XLA FFI GPU context is not available"),
@@ -120,6 +122,7 @@ unsafe extern "C" fn stream_get(args: *mut ffi::StreamGetArgs) -> *mut ffi::Erro
 
 unsafe extern "C" fn ordinal_get(args: *mut ffi::DeviceOrdinalGetArgs) -> *mut ffi::Error {
     let args = unsafe { &mut *args };
+    assert_eq!(args.struct_size, ffi::DeviceOrdinalGetArgs::STRUCT_SIZE);
     args.device_ordinal = unsafe { &*args.ctx.cast::<FakeContext>() }.ordinal;
     ptr::null_mut()
 }
@@ -152,7 +155,8 @@ unsafe extern "C" fn type_register<const MINOR: c_int>(args: *mut c_void) -> *mu
         (args.name, args.type_id, None)
     } else {
         let args = unsafe { &*args.cast::<ffi::TypeRegisterArgs2>() };
-        assert!(args.struct_size >= 40);
+        // XLA's own macro stops before the info; the whole structure is what a later one may ask for.
+        assert!([40, size_of::<ffi::TypeRegisterArgs2>()].contains(&args.struct_size));
         (args.name, args.type_id, unsafe { args.type_info.as_ref() }.expect("XLA crashes without type info").deleter)
     };
     let name = format!("{MINOR}/{}", unsafe { text(&name) });
@@ -270,8 +274,10 @@ unsafe extern "C" fn handler_register<const MINOR: c_int>(args: *mut ffi::Handle
     if MINOR >= 4 {
         assert!(args.struct_size == 84 || args.struct_size >= 92, "refused: expected 92, got {}", args.struct_size);
     } else {
-        assert!(args.struct_size >= 84);
+        // More is read as 84 bytes, and what lies at 80 as traits.
+        assert_eq!(args.struct_size, 84, "a fifth stage would be taken for traits");
     }
+    assert!(args.extension_start.is_null());
     let (name, platform) = unsafe { (text(&args.name).to_owned(), text(&args.platform).to_owned()) };
     let Some(execute) = args.bundle.execute else { return fake_error(3, "must provide an execute implementation") };
     let metadata = ask::<MINOR>(execute);

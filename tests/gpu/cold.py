@@ -6,7 +6,7 @@ and then compile one at a time. Seconds are those to the first result, less XLA'
 that find everything in the store. The floor is what `oeq compile` takes for the units of the exported model: the same
 units on the same cores with nothing else to do.
 env: as in run.sh: OEQ_NATIVE_LIBRARY, OEQ_NATIVE_PYTHON, OEQ_PACKAGE, OEQ_UPSTREAM, OEQ_SITE, PYTHON; OEQ_TOOL (the program
-oeq), REPEAT (2), LIMIT (seconds for each process, 200)
+oeq), REPEAT (2), LIMIT (seconds for each process, 200), WHOLE (on; off leaves out the whole programs in a pool of 8)
 """
 
 import json
@@ -30,6 +30,7 @@ site = env.get("OEQ_SITE", os.path.join(carry, "site"))
 python = env.get("PYTHON", sys.executable)
 tool = env.get("OEQ_TOOL", os.path.join(carry, "oeq"))
 repeat, limit = int(env.get("REPEAT", 2)), float(env.get("LIMIT", 200))
+with_whole = env.get("WHOLE", "on") != "off"
 work = tempfile.mkdtemp(prefix="oeq-cold-")
 bad, facts = [], {}
 
@@ -87,7 +88,7 @@ def one_by_one(*groups):
 
 
 def times(make, number=None):
-    return [make() for _ in range(number or repeat)]
+    return [make() for _ in range(repeat if number is None else number)]
 
 
 def median(runs, name):
@@ -122,16 +123,18 @@ def ratio(count, mode, bound, whole):
     filled, warm, cold, pool, theirs = one_by_one(
         [ours(OEQ_STORE_DIR=directory, COLDSTART_MODEL=model, COLDSTART_EXPORT=os.path.join(work, f"{count}-{mode}.exported.oeqb"))],
         times(lambda: ours(OEQ_STORE_DIR=directory)), times(ours),
-        times(lambda: ours(OEQ_COMPILE_UNITS="whole", OEQ_COMPILE_THREADS="8")), [Run("upstream", count, mode)])
+        times(lambda: ours(OEQ_COMPILE_UNITS="whole", OEQ_COMPILE_THREADS="8"), None if with_whole else 0), [Run("upstream", count, mode)])
     xla = median(warm, "xla_compile_s")
-    mine, up, proto = median(cold, "cold_s"), theirs[0]["cold_s"], median(pool, "cold_s")
+    mine, up = median(cold, "cold_s"), theirs[0]["cold_s"]
     own = max(mine - xla, 1e-3)
     off = max(abs(run["check"] - theirs[0]["check"]) / abs(theirs[0]["check"]) for run in cold + warm)
-    print(f"cold: {count} convolutions, {mode}: ours {mine:.2f} s, upstream {up:.2f} s, whole programs in a pool of 8 {proto:.2f} s; "
-          f"XLA alone {xla:.2f} s; beyond XLA {own:.2f}, {up - xla:.2f}, {proto - xla:.2f} s; upstream/ours "
-          f"{check(f'{count} {mode} over upstream', (up - xla) / own, bound)}; whole/ours "
-          f"{check(f'{count} {mode} over whole programs', (proto - xla) / own, whole)}; ours each {[run['cold_s'] for run in cold]}; "
-          f"results differ by {off:.1e}", flush=True)
+    print(f"cold: {count} convolutions, {mode}: ours {mine:.2f} s, upstream {up:.2f} s; XLA alone {xla:.2f} s; beyond XLA {own:.2f}, "
+          f"{up - xla:.2f} s; upstream/ours {check(f'{count} {mode} over upstream', (up - xla) / own, bound)}; "
+          f"ours each {[run['cold_s'] for run in cold]}; results differ by {off:.1e}", flush=True)
+    if pool:
+        proto = median(pool, "cold_s")
+        print(f"cold: {count} convolutions, {mode}: whole programs in a pool of 8 {proto:.2f} s, beyond XLA {proto - xla:.2f} s; whole/ours "
+              f"{check(f'{count} {mode} over whole programs', (proto - xla) / own, whole)}", flush=True)
     least = floor(model, os.path.join(work, f"{count}-{mode}.oeqb"))
     if least:
         print(f"cold: {count} convolutions, {mode}: {least['units']} units, by the tool alone {least['wall_s']:.2f} s on {cold[0]['cores']} cores, "

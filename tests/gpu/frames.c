@@ -62,6 +62,7 @@ static struct {
   int (*GraphLaunch)(void*, void*);
   int (*CtxGetCurrent)(void**);
   int (*CtxCreate_v2)(void**, unsigned, int);
+  int (*MemGetInfo_v2)(size_t*, size_t*);
 } cu;
 static void *g_context;
 static void *g_main_stream;        // what threads use that made no stream of their own
@@ -85,7 +86,7 @@ int gpu_open(void) {
   FIND(MemAlloc_v2); FIND(MemFree_v2); FIND(MemsetD8Async); FIND(MemcpyHtoD_v2); FIND(MemcpyDtoH_v2);
   FIND(ModuleLoadData); FIND(ModuleGetFunction); FIND(FuncSetAttribute); FIND(LaunchKernel); FIND(GetErrorName);
   FIND(StreamBeginCapture_v2); FIND(StreamEndCapture); FIND(GraphInstantiateWithFlags); FIND(GraphLaunch); FIND(CtxGetCurrent);
-  FIND(CtxCreate_v2);
+  FIND(CtxCreate_v2); FIND(MemGetInfo_v2);
 #undef FIND
   int device, rc;
   if ((rc = cuda(cu.Init(0), "cuInit"))) return rc;
@@ -94,6 +95,8 @@ int gpu_open(void) {
   if ((rc = cuda(cu.CtxSetCurrent(g_context), "cuCtxSetCurrent"))) return rc;
   return cuda(cu.StreamCreate(&g_main_stream, 1 /* non-blocking, as XLA's streams are */), "cuStreamCreate");
 }
+// Bytes of device memory that nobody has taken, as the driver counts them.
+int gpu_unused(size_t* bytes) { size_t all; return cuda(cu.MemGetInfo_v2(bytes, &all), "cuMemGetInfo"); }
 int gpu_sync(void) { return cuda(cu.StreamSynchronize(g_stream), "cuStreamSynchronize"); }
 int gpu_alloc(Pointer* p, size_t n) { return cuda(cu.MemAlloc_v2(p, n ? n : 1), "cuMemAlloc"); }
 int gpu_free(Pointer p) { return cuda(cu.MemFree_v2(p), "cuMemFree"); }
@@ -372,6 +375,11 @@ int site_open(void** out, void* library, const char* target, const char* payload
   return 0;
 }
 
+// The call site's tensor (operands first, then results) lies somewhere else from now on, as XLA's do from run to run.
+void site_move(void* site, int index, void* data) {
+  Site* s = site;
+  s->data[index] = s->buffers[index].data = data;
+}
 int site_initialize(void* site) { return stage_call(site, 2); }
 int site_enqueue(void* site) { return stage_call(site, 3); }
 int site_execute(void* site) {
@@ -422,6 +430,26 @@ static int floor_once(const Zero* zeros, int n_zeros, const Launch* launches, in
 int floor_run(const Zero* zeros, int n_zeros, const Launch* launches, int n_launches) {
   int rc = floor_once(zeros, n_zeros, launches, n_launches);
   return rc ? rc : gpu_sync();
+}
+// The same as one graph: what our library's calls of a site that comes again and again consist of, straight from C.
+int floor_graph(void** executable, const Zero* zeros, int n_zeros, const Launch* launches, int n_launches) {
+  int rc = gpu_capture_begin(1);
+  if (rc) return rc;
+  int within = floor_once(zeros, n_zeros, launches, n_launches);
+  rc = gpu_capture_end(executable);
+  return within ? within : rc;
+}
+int floor_graph_time(void* executable, int samples, int per_sample, double* host_ns, double* total_ns) {
+  int rc;
+  for (int i = 0; i < samples; i++) {
+    double t = now_ns();
+    for (int k = 0; k < per_sample; k++)
+      if ((rc = cuda(cu.GraphLaunch(executable, g_stream), "cuGraphLaunch"))) return rc;
+    host_ns[i] = (now_ns() - t) / per_sample;
+    if ((rc = gpu_sync())) return rc;
+    total_ns[i] = (now_ns() - t) / per_sample;
+  }
+  return 0;
 }
 int floor_time(const Zero* zeros, int n_zeros, const Launch* launches, int n_launches, int samples, int per_sample,
                double* host_ns, double* total_ns) {

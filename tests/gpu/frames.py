@@ -58,10 +58,11 @@ ARGUMENTS = {
     "library_name": [V, ctypes.c_uint32], "library_traits": [V, ctypes.c_uint32], "library_has_stage": [V, ctypes.c_uint32, INT],
     "site_open": [V, V, ctypes.c_char_p, ctypes.c_char_p, SZ, I64, I64, INT, INT, V, V, V, V, INT, V],
     "site_initialize": [V], "site_execute": [V], "site_close": [V], "site_time": [V, INT, INT, INT, V, V],
-    "site_enqueue": [V], "gpu_own_stream": [], "gpu_capture_begin": [INT], "gpu_capture_end": [V], "gpu_graph_launch": [V],
+    "site_enqueue": [V], "site_move": [V, INT, V], "gpu_unused": [V], "gpu_own_stream": [], "gpu_capture_begin": [INT], "gpu_capture_end": [V], "gpu_graph_launch": [V],
     "gpu_context": [V], "gpu_context_none": [], "gpu_context_other": [],
     "floor_function": [V, V, ctypes.c_char_p, INT], "floor_run": [V, INT, V, INT],
     "floor_time": [V, INT, V, INT, INT, INT, V, V],
+    "floor_graph": [V, V, INT, V, INT], "floor_graph_time": [V, INT, INT, V, V],
 }
 
 
@@ -70,7 +71,7 @@ def _declare(lib):
         getattr(lib, name).argtypes = types
     lib.frames_error.restype = lib.library_name.restype = ctypes.c_char_p
     lib.library_open.restype = ctypes.c_void_p
-    lib.site_close.restype = None
+    lib.site_close.restype = lib.site_move.restype = None
     return lib
 
 
@@ -81,6 +82,13 @@ def check(code):
 
 def open_gpu():
     check(_lib.gpu_open())
+
+
+def unused_bytes():
+    """Device memory that nobody has taken."""
+    value = ctypes.c_size_t()
+    check(_lib.gpu_unused(ctypes.byref(value)))
+    return value.value
 
 
 def own_stream():
@@ -191,6 +199,15 @@ class Site:
     def enqueue(self):
         """Execute without waiting for the device."""
         check(_lib.site_enqueue(self.handle))
+
+    def move(self, index, buffer):
+        """Gives the tensor (operands first, then results) another buffer."""
+        (self.args + self.rets)[index]  # It must be one.
+        if index < len(self.args):
+            self.args[index] = buffer
+        else:
+            self.rets[index - len(self.args)] = buffer
+        _lib.site_move(self.handle, index, buffer.at.value)
 
     def close(self):
         """Destroys the state, as XLA does with its executable."""
@@ -418,6 +435,22 @@ class Floor:
     def time(self, samples, per_sample):
         host, total = (ctypes.c_double * samples)(), (ctypes.c_double * samples)()
         check(_lib.floor_time(self.zeros, self.n_zeros, self.launches, len(self.launches), samples, per_sample, host, total))
+        return list(host), list(total)
+
+
+class FloorGraph:
+    """The floor as one graph of the driver, enqueued as a whole."""
+
+    def __init__(self, floor):
+        self.floor, self.handle = floor, V()
+        check(_lib.floor_graph(ctypes.byref(self.handle), floor.zeros, floor.n_zeros, floor.launches, len(floor.launches)))
+
+    def execute(self):
+        check(_lib.gpu_graph_launch(self.handle))
+
+    def time(self, samples, per_sample):
+        host, total = (ctypes.c_double * samples)(), (ctypes.c_double * samples)()
+        check(_lib.floor_graph_time(self.handle, samples, per_sample, host, total))
         return list(host), list(total)
 
 

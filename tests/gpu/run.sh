@@ -8,6 +8,8 @@
 #   cold       cold start of 12 convolutions, forces and energy, ours and upstream (quiet machine)
 #   cold24     the same with 24 convolutions                                       (not in the default list)
 #   dispatch   host time of one call per target, ours, upstream, bare driver       (quiet machine)
+#   launches   the same without graphs of the driver (OEQ_REPLAY=off)              (quiet machine; not in the default list)
+#   steps      time per step of 12 convolutions with forces, command buffers on and off, ours, upstream, ours without graphs
 #   poison     results do not depend on what result buffers held                   (these four run side by side)
 #   numerics   the targets through jax.ffi and second derivatives, ours against upstream
 #   capture    many calls with and without XLA's command buffers
@@ -17,6 +19,7 @@
 #   sanitizer  compute-sanitizer on a tiny run of each target, where it is installed
 #   suite      OpenEquivariance's own JAX tests on both modules
 #   repeat     (only when named) one of them many times on both
+#   replay     call sites that are called again and again; a soak of SOAK seconds (20)
 #   zero       the zeroing kernel: exactness, and its cost beside memsets
 #
 # env (defaults: the folder .carry at the project's root, as pack.sh fills it, then the project's own build)
@@ -30,6 +33,8 @@
 #   OUT                 folder for the full log
 #   PYTHON              python3 with jax for CUDA, jinja2, and for `suite` torch, e3nn and pytest
 #   LIMIT               seconds for everything (520): `suite` gets what the others leave
+#   SOAK                seconds of `replay`'s soak (20)
+#   STEP_ROUNDS, STEP_BUFFERS                  rounds of `steps` (2), and with which command buffers ("on off")
 #   SUITE_SHARDS, SUITE_SAMPLES, SUITE_EXTRA   processes for each module (8); see suite.py
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd) root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -38,7 +43,7 @@ begin=$SECONDS work=$(mktemp -d) failed=()
 out=${OUT:-$work} && mkdir -p "$out"
 full=$out/gpu-run.log && : >"$full"
 parts=("$@")
-[[ $# -gt 0 ]] || parts=(smoke cold dispatch poison numerics capture graphs threads rate sanitizer zero suite)
+[[ $# -gt 0 ]] || parts=(smoke cold dispatch steps poison numerics capture graphs replay threads rate sanitizer zero suite)
 wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 first() { for p in "$@"; do [[ -e $p ]] && { echo "$p"; return; }; done; echo "$1"; }
 
@@ -70,7 +75,7 @@ report() {
     { echo "===== $name (exit $rc, $seconds s)"; cat "$work/$name.log"; } >>"$full"
     echo "===== $name: exit $rc, $seconds s"
     if [[ $rc -eq 0 ]] || grep -q '^RESULT' "$work/$name.log"; then
-      grep -E '^(smoke|poison|numerics|capture|threads|coldstart|suite|payload|dispatch|tp_|conv_|RESULT|========= ERROR)' "$work/$name.log" | grep -vE ' done$' | cut -c1-1200
+      grep -E '^(smoke|poison|numerics|capture|threads|coldstart|suite|payload|dispatch|replay|steps|tp_|conv_|RESULT|========= ERROR)' "$work/$name.log" | grep -vE ' done$' | cut -c1-1200
     else
       grep -v '^Warning' "$work/$name.log" | tail -n 25 | cut -c1-600
       failed+=("$name")
@@ -144,6 +149,34 @@ if wants dispatch; then
   report dispatch
 fi
 
+if wants launches; then
+  part launches 150 env OEQ_REPLAY=off PYTHONPATH="$here" "$PYTHON" "$here/dispatch.py"
+  report launches
+fi
+
+# step NAME SIDE MORE...: one process with everything in the store, or compiled once by upstream.
+step() {
+  local name=$1 side=$2
+  shift 2
+  env "$@" OEQ_STORE=on OEQ_STORE_DIR="$work/steps-store" COLDSTART_FILE="$work/steps-$name.jsonl" STEPS=1000 PYTHONPATH="${!side}" \
+    timeout -k 5 120 "$PYTHON" "$here/coldstart.py" 12 forces >>"$work/steps.log" 2>&1
+}
+if wants steps; then
+  t=$SECONDS
+  : >"$work/steps.log"
+  for ((round = 0; round < ${STEP_ROUNDS:-2}; round++)); do
+    for buffers in ${STEP_BUFFERS:-on off}; do
+      flags=$([[ $buffers == on ]] || echo --xla_gpu_enable_command_buffer=)
+      step "$buffers-ours" ours XLA_FLAGS="$flags" || echo "ours $buffers failed" >>"$work/steps.log"
+      step "$buffers-launches" ours XLA_FLAGS="$flags" OEQ_REPLAY=off || echo "launches $buffers failed" >>"$work/steps.log"
+      [[ $have_upstream ]] && { step "$buffers-upstream" theirs XLA_FLAGS="$flags" CUDA_CACHE_DISABLE=0 || echo "upstream $buffers failed" >>"$work/steps.log"; }
+    done
+  done
+  "$PYTHON" "$here/coldstart.py" steps "$work"/steps-*.jsonl >>"$work/steps.log" 2>&1
+  echo "$? $((SECONDS - t))" >"$work/steps.rc"
+  report steps
+fi
+
 # ---- side by side --------------------------------------------------------------------------------------------------
 numerics() {
   PYTHONPATH=$ours "$PYTHON" "$here/numerics.py" record "$work/ours.npz" &
@@ -189,6 +222,12 @@ if wants graphs; then
   timeout -k 5 150 "$PYTHON" "$here/graphs.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS" unload >>"$work/graphs.log" 2>&1
   echo "$((rc + $?)) $((SECONDS - t))" >"$work/graphs.rc"
   tail -n 20 "$work/graphs.log"
+fi
+
+# ---- call sites that come again ------------------------------------------------------------------------------------
+if wants replay; then
+  part replay "$((120 + ${SOAK:-20}))" env PYTHONPATH="$here" "$PYTHON" "$here/replay.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS"
+  report replay
 fi
 
 # ---- threads ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-// Does what chemtrain-deploy's connector does in a LAMMPS process: learns the FFI api of a PJRT plugin, opens the handler
-// library with RTLD_LOCAL, calls its RegisterFFi, expects 0 and keeps it open.
+// Does what chemtrain-deploy's connector does in a LAMMPS process: learns the FFI api of a PJRT plugin, opens the
+// handler library with RTLD_LOCAL, calls its RegisterFFi, expects 0 and keeps it open. A plugin from before jaxlib
+// 0.8.1 does not show its api, and is passed itself to oeq_register_pjrt.
 //
 // usage: connector PLUGIN.so LIBRARY.so
 #include <dlfcn.h>
@@ -47,22 +48,24 @@ int main(int argc, char** argv) {
   Extension* extension = api->extensions;
   while (extension != nullptr && extension->kind != 5) extension = extension->next;
   if (extension == nullptr) return Fail("the plugin has no FFI extension");
+  const bool shows = extension->struct_size >= sizeof(FfiExtension);
   HandlerArgs args{offsetof(HandlerArgs, traits) + sizeof(uint32_t), "connector", 9, reinterpret_cast<void*>(Listen), "CUDA", 4, 0};
-  static_cast<FfiExtension*>(extension)->register_handler(&args);
-  if (ffi_api == nullptr) return Fail("the plugin does not show its FFI api");
+  if (shows) static_cast<FfiExtension*>(extension)->register_handler(&args);
 
   const auto begun = std::chrono::steady_clock::now();
   void* library = dlopen(argv[2], RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return Fail(dlerror());
   using Register = int (*)(const void*, const char*);
-  const auto register_ffi = reinterpret_cast<Register>(dlsym(library, "RegisterFFi"));
+  const char* const name = ffi_api != nullptr ? "RegisterFFi" : "oeq_register_pjrt";
+  const auto register_ffi = reinterpret_cast<Register>(dlsym(library, name));
   if (register_ffi == nullptr) return Fail(dlerror());
+  const void* const target = ffi_api != nullptr ? ffi_api : static_cast<const void*>(api);
   const auto last_error = reinterpret_cast<const char* (*)()>(dlsym(library, "oeq_last_error"));
-  if (register_ffi(ffi_api, "CUDA") != 0) return Fail(last_error());
+  if (register_ffi(target, "CUDA") != 0) return Fail(last_error());
   const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begun;
-  std::printf("%.2f ms from dlopen to registered\n", time.count());
-  if (register_ffi(ffi_api, "CUDA") != 0) return Fail("the second registration failed");
-  if (register_ffi(ffi_api, "CUDDA") == 0) return Fail("a platform that does not exist was taken");
+  std::printf("%.2f ms from dlopen to registered, by %s\n", time.count(), name);
+  if (register_ffi(target, "CUDA") != 0) return Fail("the second registration failed");
+  if (register_ffi(target, "CUDDA") == 0) return Fail("a platform that does not exist was taken");
   // What was opened locally does not leak into the program's symbols.
   if (dlsym(RTLD_DEFAULT, "conv_forward") != nullptr) return Fail("symbols of the library are visible to the program");
   // Even a connector that closes its handle does not take the handlers away from XLA.

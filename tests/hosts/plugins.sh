@@ -3,20 +3,17 @@
 #
 # usage: tests/hosts/plugins.sh [PACKAGE==VERSION ...]
 #
-# Without arguments: the default set, or every plugin of the matrix with OEQ_TEST_ALL_PLUGINS=1. Prints one line for each:
+# Without arguments: those of tests/requirements/matrix.txt, see there. Prints one line for each:
 #   PACKAGE==VERSION cpu|cuda PATH
-# The libraries are kept in OEQ_TEST_CACHE (default: target/test-cache) under plugins/.
+# The libraries are kept in target/test-cache/plugins.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-cache=${OEQ_TEST_CACHE:-$root/target/test-cache}/plugins
+. "$(dirname "${BASH_SOURCE[0]}")/../setup.sh"
+cache=$CACHE/plugins
 python=${OEQ_PYTHON:-python3}
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 mkdir -p "$cache"
 
-some=(lammps-jax-pjrt-cpu==0.11.2 jax-cuda13-pjrt==0.11.2 jax-cuda13-pjrt==0.9.2)
-all=("${some[@]}" fastatomstruct-xla-cpu==2026.6.23 jax-cuda13-pjrt==0.8.3 jax-cuda13-pjrt==0.10.0
-  jax-cuda13-pjrt==0.12.0.1 jax-cuda12-pjrt==0.6.0)
-if [ $# -gt 0 ]; then wanted=("$@"); elif [ "${OEQ_TEST_ALL_PLUGINS:-0}" = 1 ]; then wanted=("${all[@]}"); else wanted=("${some[@]}"); fi
+wanted=("$@")
+[ $# -gt 0 ] || mapfile -t wanted < <(matrix | awk '$2 == "plugin" { print $1 }')
 
 for requirement in "${wanted[@]}"; do
   folder=$cache/${requirement/==/-}

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Native hosts: registration in real PJRT plugins through every door, models run from Rust and from C++ in the CPU plugins,
-# and the way of LAMMPS' connector in several processes at once.
+# Native hosts: registration in real PJRT plugins through every door, models run from Rust and from C++ in the CPU
+# plugins, and the way of LAMMPS' connector in several processes at once.
 #
-# Downloads plugins once (see plugins.sh; OEQ_TEST_ALL_PLUGINS=1 takes all of them). Needs a Python with jax and numpy for
-# making models: OEQ_TEST_PYTHON (default: python3). The library is the debug build; PROFILE=release takes the other.
+# Downloads plugins once (see plugins.sh; OEQ_MATRIX=all takes all of tests/requirements/matrix.txt). Needs a Python
+# with jax and numpy for making models: OEQ_TEST_PYTHON (default: python3). The library is the debug build;
+# PROFILE=release takes the other.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -28,7 +29,7 @@ cargo test --quiet --test plugins --no-run
 echo "== every plugin through every door"
 OEQ_TEST_PLUGINS=$out/plugins cargo test --quiet --test plugins -- --ignored --nocapture --test-threads 1 2>"$out/errors" |
   tee "$out/table" | grep -vE '^$|^running|^test result' || true
-grep -q '^test result: ok. 3 passed' "$out/table" || { cat "$out/errors" >&2; fail "registration in real plugins"; }
+grep -q '^test result: ok. 4 passed' "$out/table" || { cat "$out/errors" >&2; fail "registration in real plugins"; }
 ok "all targets through every door of $(wc -l <"$out/plugins") plugins, twice, from threads, and in two runtimes at once"
 
 library=$target/$folder/liboeq_native.so
@@ -39,11 +40,21 @@ host=$target/$folder/examples/native_host
 ln -s "$library" "$out/libjcn_ffi_openequivariance.so"
 JAX_PLATFORMS=cpu "$python" tests/hosts/make_models.py "$out/models"
 inputs=$out/models/inputs
+times=()
 
 while read -r name platform plugin; do
   echo "== $name"
   "$target/$folder/examples/register_plugin" "$plugin" "$platform" 2>"$out/errors" | sed -n 's/^time *//p' ||
     { cat "$out/errors" >&2; fail "register_plugin in $name"; }
+  pids=()
+  : >"$out/connectors"
+  for _ in 1 2 3 4 5 6 7 8; do
+    "$out/connector" "$plugin" "$out/libjcn_ffi_openequivariance.so" >>"$out/connectors" 2>"$out/errors" & pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || { cat "$out/errors" >&2; fail "$name: a connector"; }; done
+  best=$(sort -n "$out/connectors" | head -n 1)
+  ok "$name: eight processes open the library locally and register at once: $best, at best"
+  times+=("$(printf '%-36s %s' "$name" "$best")")
   if [ "$platform" = cuda ]; then
     # Without a GPU there is no client; the host says what the plugin says.
     if [ ! -e /dev/nvidiactl ]; then
@@ -64,30 +75,25 @@ while read -r name platform plugin; do
     ok "$name, $model, Rust: $("$python" tests/hosts/compare.py "$out/models/expected" "$out/found" 1e-6)"
     [ $model = both.jaxexport ] && continue
     rm -rf "$out/found" && mkdir "$out/found"
-    (cd "$out/found" && "$out/native_host_cpp" "$plugin" "$out/models/$model" 20 "${arguments[@]}") >"$out/log" 2>&1 ||
+    "$out/native_host_cpp" "$plugin" "$out/models/$model" "${arguments[@]}" --repeat 20 --out "$out/found" \
+      >"$out/log" 2>&1 ||
       { cat "$out/log"; fail "$name, $model, C++"; }
     ok "$name, $model, C++: $("$python" tests/hosts/compare.py "$out/models/expected" "$out/found" 1e-6)"
   done
-  # An OpenEquivariance call, registered for the host, and by the plain symbols, which find out where they are.
-  for run in "$host --out found --door api" "$host --out found --door execute-only" "$host --out found --symbols $library" \
-    "$out/native_host_cpp"; do
+  # An OpenEquivariance call. Registered for the host it runs, and the plain symbols find out where they are.
+  for run in "$host --door api" "$host --door execute-only" "$host --symbols $library" "$out/native_host_cpp"; do
     label=${run##*--} label=${label/"$target/$folder/"/} label=${label##*/}
-    case $run in
-      *native_host_cpp) arguments=("$plugin" "$out/models/oeq.jaxexport" 1 "$inputs"/{x,y,w}.npy) found=$out ;;
-      *) arguments=("$plugin" "$out/models/oeq.jaxexport" "$inputs"/{x,y,w}.npy) found=$out/found ;;
-    esac
-    rm -rf "$out"/output_*.npy "$out/found"
+    rm -rf "$out/found" && mkdir "$out/found"
     status=0
     # shellcheck disable=SC2086 # a program and its options
-    (cd "$out" && $run "${arguments[@]}") >"$out/log" 2>&1 || status=$?
+    $run "$plugin" "$out/models/oeq.jaxexport" "$inputs"/{x,y,w}.npy --out "$out/found" >"$out/log" 2>&1 || status=$?
     grep -q '^compiled' "$out/log" || { cat "$out/log"; fail "$name: the call was not compiled"; }
     [ $status -eq 0 ] || { cat "$out/log"; fail "$name, an OpenEquivariance call, $label"; }
-    ok "$name, an OpenEquivariance call, $label: $("$python" tests/hosts/compare.py "$out/models/expected-oeq" "$found" 1e-6)"
+    ok "$name, an OpenEquivariance call, $label: $("$python" tests/hosts/compare.py "$out/models/expected-oeq" "$out/found" 1e-6)"
   done
-  pids=()
-  for _ in 1 2 3 4 5 6 7 8; do "$out/connector" "$plugin" "$out/libjcn_ffi_openequivariance.so" >>"$out/connectors" & pids+=($!); done
-  for pid in "${pids[@]}"; do wait "$pid" || fail "$name: a connector"; done
-  ok "$name: eight processes open the library locally and register at once: $(sort -n "$out/connectors" | head -n 1) at best"
-  rm "$out/connectors"
 done <"$out/plugins"
+echo "== the library in every plugin ($profile build)"
+grep -E '^\.*plugin +FFI api| best: ' "$out/table" | sed 's/^\.*//'
+echo
+printf '%s\n' "${times[@]}"
 echo "$passed passed, 0 failed"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Links beside run.sh's: link-time optimisation, the pre-linked object, a second Rust library, a crate that brings a target
-# of its own, the installed files through pkg-config and CMake, and the plain names of the shared library.
+# Links beside run.sh's: the pre-linked object, a second Rust library, a crate that brings a target of its own, the
+# installed files through pkg-config and CMake, and the plain names of the shared library.
 #
 # Takes the release build, with PROFILE=dev the debug build; BUILD=0 takes it as it is. pkg-config, CMake and clang are
 # tested where they are installed.
@@ -18,7 +18,7 @@ mkdir -p "$out"
 passed=0
 ok() { passed=$((passed + 1)); echo "ok: $1"; }
 fail() { echo "FAILED: $1" >&2; exit 1; }
-skip() { echo "skipped: $1"; }
+skip() { echo "NOT TESTED: $1"; }
 system="-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc"
 warnings=(-std=c++17 -Wall -Wextra -Wpedantic -Werror -Iffi-headers)
 names=(conv_backward conv_double_backward conv_forward oeq_convolution oeq_tensor_product tp_backward tp_double_backward tp_forward)
@@ -40,20 +40,12 @@ for compiler in "$cxx" clang++; do
   command -v "$compiler" >/dev/null || { skip "$compiler is not installed"; continue; }
   optimise=-flto
   [ "$compiler" = clang++ ] && optimise="-flto -fuse-ld=lld"
-  for options in "" "-Wl,--gc-sections" "$optimise" "$optimise -Wl,--gc-sections" "$optimise -Wl,--whole-archive"; do
-    tail_options=
-    [ "${options%whole-archive}" != "$options" ] && tail_options=-Wl,--no-whole-archive
+  for options in "" "-Wl,--gc-sections" "$optimise"; do
     # shellcheck disable=SC2086 # lists of options
-    "$compiler" "${warnings[@]}" -O2 tests/link/table.cpp $options "$archive" $tail_options $system -o "$out/table" ||
+    "$compiler" "${warnings[@]}" tests/link/table.cpp $options "$object" $system -o "$out/table" ||
       fail "$compiler $options"
-    check "$compiler ${options:-plain}" "$out/table"
+    check "pre-linked object, $compiler ${options:-plain}" "$out/table"
   done
-done
-
-for options in "" "-Wl,--gc-sections" "-flto"; do
-  # shellcheck disable=SC2086
-  "$cxx" "${warnings[@]}" tests/link/table.cpp $options "$object" $system -o "$out/table"
-  check "pre-linked object ${options:-plain}" "$out/table"
 done
 readelf --syms --wide "$object" | awk '$5 != "LOCAL" && $7 != "UND" && NR > 3 { print $8 }' |
   grep -vE '^(oeq_[a-z0-9_]+|RegisterFFi)$' | grep . && fail "the pre-linked object shows other symbols"
@@ -63,11 +55,14 @@ readelf --syms --wide "$archive" 2>/dev/null | awk '$5 == "GLOBAL" && $7 != "UND
 ok "the archive has no plain target names"
 
 rustc --edition 2024 --crate-type staticlib -C opt-level=1 --out-dir "$out" tests/link/other.rs
+[ "$profile" = dev ] || cargo build --quiet --lib
 # shellcheck disable=SC2086
-for libraries in "$archive $out/libother.a" "$out/libother.a $archive" "$object $out/libother.a" \
+for libraries in "$target/debug/liboeq_native.a $out/libother.a" "$archive $out/libother.a" \
+  "$out/libother.a $archive" "$object $out/libother.a" \
   "$object -Wl,--whole-archive $out/libother.a -Wl,--no-whole-archive"; do
   "$cxx" "${warnings[@]}" -DOTHER tests/link/beside.cpp $libraries $system -o "$out/beside"
-  check "beside a second Rust library ($(echo "$libraries" | sed "s,[^ ]*/,,g"))" "$out/beside"
+  label=$(echo "$libraries" | sed "s,[^ ]*/\(debug/lib[^ ]*\),\1,g; s,/[^ ]*/,,g")
+  check "beside a second Rust library ($label)" "$out/beside"
 done
 
 cp Cargo.lock tests/link/outside/Cargo.lock # the same dependencies; not kept
