@@ -26,7 +26,7 @@ for target in tp_forward tp_backward tp_double_backward conv_forward conv_backwa
     [ "${1:-}" = --record ] && echo "$target $stage $now" >>"$recorded"
     before=$(sed -n "s/^$target $stage //p" "$recorded")
     mark=
-    # What threads of the process do meanwhile is counted with it, so that one run in fifty shows too much: the least of
+    # What threads of the process do meanwhile is counted with it, so that now and then a run shows too much: the least of
     # several counts.
     for _ in 1 2; do
       [ -n "$before" ] && [ $((now * 5)) -gt $((before * 6)) ] || break
