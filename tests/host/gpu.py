@@ -6,6 +6,7 @@ Needs a GPU and jax for CUDA beside what numerics.py needs. Prints, for each tar
 of either against the definition, and of one against the other.
 """
 
+import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ def main(pattern="", other="cuda"):
         return found
 
     worst, wrong = {}, []
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for found in pool.map(one, table.items()):
             for key, errors, name in found:
                 worst[key] = np.maximum(worst.get(key, np.zeros(3)), errors)
