@@ -14,10 +14,11 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use oeq_native::compile::bundle::Builder;
 use oeq_native::compile::images::{Request, label};
 use oeq_native::compile::key::digest;
 use oeq_native::compile::store::{Store, Wanted};
@@ -64,17 +65,18 @@ impl Drop for Tree {
     }
 }
 
-/// What a process does: everything on a pool of two, as the runtime does it.
-fn compile_all(directory: &Path, nvrtc: PathBuf, target: Target) -> Stats {
-    let config = Config { store_dir: Some(directory.to_owned()), nvrtc: Some(nvrtc), ..Config::default() };
+/// What a process does: everything on a pool of two, as the runtime does it. What it has then goes into a bundle, if one is
+/// wanted.
+fn compile_all(config: &Config, target: Target, bundle: Option<&Path>) -> Stats {
     let counters = Arc::<Counters>::default();
     let compiler = Arc::new(NvrtcCompiler::new(config.nvrtc.clone()));
-    let images = Arc::new(Images::new(&config, compiler, Arc::clone(&counters)));
+    let images = Arc::new(Images::new(config, compiler, Arc::clone(&counters)));
     let pool = Arc::new(Pool::new(2));
+    let all = Arc::new(Mutex::new(Vec::new()));
     let queued = Instant::now();
     let artifacts: Vec<Arc<Artifact>> = (0..UNITS)
         .map(|number| {
-            let images = Arc::clone(&images);
+            let (images, all) = (Arc::clone(&images), Arc::clone(&all));
             let work = move |may_defer| {
                 let request = Request {
                     key: key(number, target),
@@ -85,13 +87,20 @@ fn compile_all(directory: &Path, nvrtc: PathBuf, target: Target) -> Stats {
                     label: &label("tensor_product", &["forward"], target),
                     queued,
                 };
-                Some(images.obtain(&request, may_defer)?.map(|stored| stored.image))
+                let outcome = images.obtain(&request, may_defer)?;
+                all.lock().unwrap().extend(outcome.iter().cloned());
+                Some(outcome.map(|stored| stored.image))
             };
             Artifact::start_in_turns(&pool, 1, work, || ())
         })
         .collect();
     for artifact in artifacts {
         artifact.wait(&pool).unwrap();
+    }
+    if let Some(path) = bundle {
+        let mut builder = Builder::default();
+        all.lock().unwrap().drain(..).for_each(|stored| assert!(builder.add(stored)));
+        builder.write(path).unwrap();
     }
     counters.snapshot()
 }
@@ -109,9 +118,17 @@ fn as_child(role: &str) {
     let nvrtc = if role == "missing" { "/nonesuch/libnvrtc.so.13".into() } else { nvrtc() };
     let target: Target = env::var("OEQ_TEST_TARGET").unwrap().parse().unwrap();
     let begin = Instant::now();
-    let stats = compile_all(&tree.join("store"), nvrtc, target);
+    let (kernels, bundled) = (tree.join("kernels.oeqb"), role == "bundle");
+    let config = Config {
+        store: !bundled,
+        store_dir: Some(tree.join("store")),
+        nvrtc: Some(nvrtc),
+        bundle: bundled.then(|| kernels.to_str().unwrap().to_owned()),
+        ..Config::default()
+    };
+    let stats = compile_all(&config, target, (role == "export").then_some(&kernels));
     let milliseconds = begin.elapsed().as_millis();
-    println!("told {} {} {milliseconds}", stats.compiled, stats.store_hits);
+    println!("told {} {} {milliseconds}", stats.compiled, stats.store_hits + stats.bundle_hits);
     let loaded = fs::read_to_string("/proc/self/maps").unwrap().contains("libnvrtc");
     if role == "any" {
         // It may have opened NVRTC to ask for its version and then found that others had compiled everything.
@@ -152,6 +169,20 @@ fn a_warm_process_never_opens_nvrtc_and_does_not_miss_it() {
         "{UNITS} units: cold {} ms, warm {} ms, warm with no NVRTC to be found {} ms",
         cold.milliseconds, warm.milliseconds, missing.milliseconds
     );
+}
+
+#[test]
+fn a_process_with_a_bundle_never_opens_nvrtc() {
+    const TEST: &str = "a_process_with_a_bundle_never_opens_nvrtc";
+    if let Ok(role) = env::var("OEQ_TEST_CHILD") {
+        return as_child(&role);
+    }
+    let tree = Tree::new("bundle");
+    assert_eq!(finish(spawn(TEST, "export", "sm_90", &tree)).compiled, UNITS as u64);
+    // NVRTC is there to be found, and there is no store: without the bundle everything would be compiled.
+    let bundled = finish(spawn(TEST, "bundle", "sm_90", &tree));
+    assert_eq!((bundled.compiled, bundled.hits), (0, UNITS as u64));
+    println!("{UNITS} units from a bundle: {} ms", bundled.milliseconds);
 }
 
 #[test]
