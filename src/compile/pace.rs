@@ -106,7 +106,7 @@ impl Pace {
         }
         // An eighth is left for what does not fit together evenly.
         let half = self.threads / 2;
-        let half_will_do = load.total <= (load.largest / 8).saturating_mul(half as u64 * 7);
+        let half_will_do = load.total > 0 && load.total <= (load.largest / 8).saturating_mul(half as u64 * 7);
         let wanted = if self.crowded && half_will_do { half } else { self.threads };
         self.allowed = self.allowed.max(wanted);
         Limit { jobs: self.allowed, changes_in: None }
@@ -183,6 +183,7 @@ mod tests {
         let mut pace = Pace::new(16, 16);
         pace.arrived(now, true);
         assert_eq!(pace.limit(now + SETTLED.1, load(&[u64::MAX, u64::MAX, 1])).jobs, 8);
-        assert_eq!(pace.limit(now + SETTLED.1, Load::default()).jobs, 8);
+        // Jobs of no weight tell nothing.
+        assert_eq!(pace.limit(now + SETTLED.1, Load::default()).jobs, 16);
     }
 }
