@@ -6,6 +6,7 @@
 - A site that goes with calls in flight.
 - Soak: sites are made, called ten times and destroyed, over many kernels, for SOAK seconds; memory of the host and the
   device, open files and threads stay as they are.
+- What 200 sites with graphs take of the device at a time.
 
 usage: replay.py LIBRARY PAYLOADS          env: SOAK (20), PATTERN
 """
@@ -114,6 +115,22 @@ def soak(seconds):
             return rows
 
 
+def many(count):
+    """Device memory in KB that each of many live sites takes beyond its tensors, which all share."""
+    payload = frames.payloads(folder, "conv_det_f32[.]")[0]
+    operands, results, *_ = tensors(payload, 2)
+    call = lambda: frames.Site(library, "conv_double_backward", payload, operands, results)
+    first = call()
+    for _ in range(10):
+        first.execute()
+    before, sites = frames.unused_bytes(), [call() for _ in range(count)]
+    for site in sites:
+        for _ in range(10):
+            site.execute()
+    return (before - frames.unused_bytes()) / count / 1024
+
+
+print(f"replay: each of 200 live sites takes {many(200):.0f} KB of the device", flush=True)
 rows = soak(float(os.environ.get("SOAK", 20)))
 first, last = rows[1], rows[-1]
 for row in rows:
