@@ -213,6 +213,23 @@ fn a_capture_gets_launches_and_so_does_another_stream_or_device() {
 }
 
 #[test]
+fn a_graph_moves_to_the_stream_that_is_left() {
+    let world = world();
+    let replays = replayed(&world);
+    let other = Stream(0x6000 as *mut c_void);
+    let by_graph = |stream| {
+        let before = world.stand_in.count("graph_launches");
+        call(&world, Some(&replays), 0, stream, [7, 8, 9]);
+        world.stand_in.count("graph_launches") - before
+    };
+    // In turns it stays where it was made.
+    let turns: Vec<i32> = [other, other, STREAM, other, other, STREAM].map(by_graph).into();
+    assert_eq!(turns, [0, 0, 1, 0, 0, 1]);
+    let moves: Vec<i32> = [other, other, other, other, other, STREAM].map(by_graph).into();
+    assert_eq!(moves, [0, 0, 0, 1, 1, 0]);
+}
+
+#[test]
 fn a_graph_that_fails_costs_no_call() {
     let world = world();
     let wanted = expected(&world, [7, 8, 9]);

@@ -4,7 +4,8 @@
 //! Whatever is started at once occupies a core for a second, and the longest unit, which decides when the model is ready,
 //! may come last and find none free. So while units keep arriving only an eighth of the threads begin one; when they have
 //! stopped, or somebody waits for a unit, which says the same, the others begin with the heaviest. A unit that outweighs all
-//! that run does not wait, see [`super::pool`].
+//! that run does not wait, see [`super::pool`]; and nothing waits once there is twice as much to do as there are threads, or
+//! after a third of a second: then the order matters less than the idle cores.
 //!
 //! Threads that share a core also slow each other, and the longest unit with them. Where half of the threads can finish
 //! everything while the longest runs, the other half would only be in its way. That is asked once the units have arrived;
@@ -23,9 +24,14 @@ const FEWEST: usize = 8;
 /// it: large payloads come slowly. Within these bounds.
 const SETTLED: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(60));
 
+/// The longest that threads are held back for jobs that may come.
+const PATIENCE: Duration = Duration::from_millis(300);
+
 /// What is to be done, queued or running, in units of weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Load {
+    /// How many jobs.
+    pub(super) jobs: usize,
     /// All together.
     pub total: u64,
     /// The heaviest.
@@ -36,7 +42,7 @@ impl Load {
     /// Adds one job.
     #[must_use]
     pub(super) fn and(self, weight: u64) -> Self {
-        Self { total: self.total.saturating_add(weight), largest: self.largest.max(weight) }
+        Self { jobs: self.jobs + 1, total: self.total.saturating_add(weight), largest: self.largest.max(weight) }
     }
 }
 
@@ -55,6 +61,7 @@ pub(super) struct Pace {
     threads: usize,
     /// Whether the threads may have to share cores.
     crowded: bool,
+    first_arrival: Option<Instant>,
     last_arrival: Option<Instant>,
     /// How long nothing must arrive from then on.
     settled: Duration,
@@ -70,6 +77,7 @@ impl Pace {
         Self {
             threads,
             crowded: threads * 2 > cores,
+            first_arrival: None,
             last_arrival: None,
             settled: SETTLED.1,
             awaited: false,
@@ -80,6 +88,7 @@ impl Pace {
     /// A job was queued. `first`: there was nothing to do before.
     pub(super) fn arrived(&mut self, now: Instant, first: bool) {
         if first {
+            self.first_arrival = Some(now);
             self.settled = SETTLED.0;
             self.awaited = false;
             self.allowed = 0;
@@ -99,8 +108,9 @@ impl Pace {
         if self.threads < FEWEST {
             return Limit { jobs: self.threads, changes_in: None };
         }
-        let arriving = self.last_arrival.filter(|_| !self.awaited);
-        let rest = arriving.and_then(|last| self.settled.checked_sub(now.saturating_duration_since(last)));
+        let rest = |since: Option<Instant>, whole: Duration| whole.checked_sub(now.saturating_duration_since(since?));
+        let few = !self.awaited && load.jobs < 2 * self.threads;
+        let rest = rest(self.last_arrival, self.settled).min(rest(self.first_arrival, PATIENCE)).filter(|_| few);
         if let Some(rest) = rest.filter(|rest| !rest.is_zero()) {
             return Limit { jobs: self.threads / 8, changes_in: Some(rest) };
         }
@@ -146,6 +156,21 @@ mod tests {
         let held_back = Limit { jobs: 2, changes_in: Some(milliseconds(1)) };
         assert_eq!(pace.limit(at(202), load(&FORWARD)), held_back);
         assert_eq!(pace.limit(at(203), load(&FORWARD)).jobs, 8);
+    }
+
+    #[test]
+    fn arrivals_without_end_hold_nothing_back() {
+        let begin = Instant::now();
+        let at = |milliseconds| begin + Duration::from_millis(milliseconds);
+        let mut pace = Pace::new(16, 16);
+        for index in 0..10 {
+            pace.arrived(at(index * 40), index == 0);
+            let limit = pace.limit(at(index * 40), load(&FORWARD)).jobs;
+            assert_eq!(limit == 2, index * 40 < 300, "{index}: {limit}");
+        }
+        pace.arrived(begin, true);
+        assert_eq!(pace.limit(begin, load(&[1; 31])).jobs, 2);
+        assert_eq!(pace.limit(begin, load(&[1; 32])).jobs, 16);
     }
 
     #[test]

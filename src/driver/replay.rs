@@ -9,7 +9,7 @@
 //! * A graph is neither made nor used on a stream that is being captured. XLA's command buffers want the launches
 //!   themselves, and once they have them the call comes no more.
 //! * A graph belongs to one stream and is used by one thread at a time. Whoever comes with another stream, or finds it in
-//!   use, launches; nobody waits.
+//!   use, launches; nobody waits. It moves when only the other stream comes any more.
 //! * Whatever goes wrong with a graph costs the graph, never the call, which is then made of launches.
 
 use std::cell::UnsafeCell;
@@ -151,7 +151,10 @@ pub(super) unsafe fn enqueue(replays: &Replays, place: &Place, work: &Work<'_>) 
     let Some(mut slot) = devices.get(place.ordinal as usize).and_then(Slot::enter) else { return false };
     let stage = slot.stage();
     match stage {
-        Stage::Graph(graph) if graph.stream == place.stream && !is_capturing(place.stream) => {
+        Stage::Graph(graph) => {
+            if !graph.belongs_to(place.stream) || is_capturing(place.stream) {
+                return false;
+            }
             // SAFETY: by this function's contract; the slot is this thread's.
             match unsafe { graph.launch(place, work) } {
                 Ok(()) => true,
@@ -167,7 +170,7 @@ pub(super) unsafe fn enqueue(replays: &Replays, place: &Place, work: &Work<'_>) 
         }
         // SAFETY: by this function's contract.
         Stage::Direct(_) if !is_capturing(place.stream) => unsafe { first(stage, place, work) },
-        Stage::Direct(_) | Stage::Graph(_) | Stage::Never => false,
+        Stage::Direct(_) | Stage::Never => false,
     }
 }
 
@@ -215,6 +218,8 @@ fn is_capturing(stream: CUstream) -> bool {
 struct Graph {
     context: CUcontext,
     stream: CUstream,
+    /// Calls on other streams since the last one on its own.
+    elsewhere: u32,
     /// Its nodes' names are this graph's.
     template: CUgraph,
     exec: CUgraphExec,
@@ -234,6 +239,7 @@ impl Graph {
         let mut graph = Self {
             context: place.context,
             stream: place.stream,
+            elsewhere: 0,
             template: ptr::null_mut(),
             exec: ptr::null_mut(),
             nodes: SmallVec::new(),
@@ -255,6 +261,21 @@ impl Graph {
         let status = unsafe { cuGraphInstantiateWithFlags(&raw mut graph.exec, graph.template, 0) };
         check(status, "cuGraphInstantiate")?;
         Ok(graph)
+    }
+
+    /// Whether the graph may be used on a stream. Run on two, it would make them wait for one another.
+    #[inline]
+    fn belongs_to(&mut self, stream: CUstream) -> bool {
+        if self.stream == stream {
+            self.elsewhere = 0;
+        } else {
+            self.elsewhere += 1;
+            if self.elsewhere < DIRECT_CALLS {
+                return false;
+            }
+            (self.stream, self.elsewhere) = (stream, 0);
+        }
+        true
     }
 
     /// Adds a kernel after the last one.
