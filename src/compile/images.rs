@@ -178,14 +178,6 @@ impl Images {
         });
     }
 
-    /// Whether the compiler could be used.
-    ///
-    /// # Errors
-    /// See [`Compiler::available`].
-    pub fn available(&self) -> Result<()> {
-        self.compiler.available()
-    }
-
     /// The image of a unit. `None` if another process is making it and the caller may do something else meanwhile
     /// (`may_defer`); then ask again.
     pub fn obtain(&self, request: &Request<'_>, may_defer: bool) -> Option<Result<Stored>> {

@@ -1,6 +1,6 @@
 //! From source to machine code: what is compiled together ([`mod@unit`]), by what ([`nvrtc`]), on which threads ([`pool`])
-//! and how many at a time (`pace`), and how to get around it: what was compiled before ([`store`]), elsewhere ([`bundle`]), or is being compiled by another
-//! process just now ([`images`]).
+//! and how many at a time (`pace`), and how to get around it: what was compiled before ([`store`]), elsewhere ([`bundle`]),
+//! or is being compiled by another process just now ([`images`]).
 //!
 //! An [`Artifact`] is the one compilation of one unit for one architecture, shared by everybody who wants it: those who
 //! come while it runs wait for it, those who come later find it done, and if it fails all of them get the compiler's log.

@@ -33,9 +33,9 @@ pub(super) struct Load {
     /// How many jobs.
     pub(super) jobs: usize,
     /// All together.
-    pub total: u64,
+    pub(super) total: u64,
     /// The heaviest.
-    pub largest: u64,
+    pub(super) largest: u64,
 }
 
 impl Load {
@@ -50,9 +50,9 @@ impl Load {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Limit {
     /// The most jobs.
-    pub jobs: usize,
+    pub(super) jobs: usize,
     /// After how long to ask again, where the number will change by itself.
-    pub changes_in: Option<Duration>,
+    pub(super) changes_in: Option<Duration>,
 }
 
 /// The pace of one pool.

@@ -131,10 +131,12 @@ impl State {
         let Some((rank, waiting)) = self.queue.first_key_value() else { return Err(None) };
         // Somebody waits for it, or everybody will: it may well be the last to end.
         let urgent = matches!(rank, Rank::Promoted(_)) || self.running.iter().all(|running| *running < waiting.weight);
-        let load = self.load();
-        let limit = self.pace.limit(Instant::now(), load);
-        if !urgent && self.running.len() >= limit.jobs {
-            return Err(limit.changes_in);
+        if !urgent {
+            let load = self.load();
+            let limit = self.pace.limit(Instant::now(), load);
+            if self.running.len() >= limit.jobs {
+                return Err(limit.changes_in);
+            }
         }
         self.queue.pop_first().map(|(_, waiting)| waiting).ok_or(None)
     }
@@ -617,7 +619,7 @@ mod tests {
         let pool = Pool::with(8, FOR_EVER, Box::new(start));
         let gates = [occupied(&pool), occupied(&pool)];
         let (log, ran) = mpsc::channel();
-        // Two of eight threads work while jobs arrive; these are ten more jobs, each as heavy as its number.
+        // As many threads as may work while jobs arrive are taken; these are ten more jobs, each as heavy as its number.
         for what in 1..=10 {
             accepted(pool.submit(what, recorder(&log, what)));
         }

@@ -67,7 +67,7 @@ impl Cut {
         let familiar = || {
             let Some(first) = units.first() else { return false };
             let keep: SmallVec<[&str; 2]> = first.entries.iter().map(|entry| entry.name).collect();
-            source::keep_only(&plan.source, &keep).is_some()
+            source::can_keep_only(&plan.source, &keep)
         };
         if policy == CompileUnits::Split && units.len() > 1 && familiar() {
             return Self { units, whole: false };

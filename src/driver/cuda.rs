@@ -200,6 +200,23 @@ struct Devices {
     architectures: Vec<Architecture>,
 }
 
+impl Device {
+    /// The primary context; null before it was first entered.
+    #[inline]
+    fn context(&self) -> CUcontext {
+        self.context.get().map_or(ptr::null_mut(), |context| *context as CUcontext)
+    }
+}
+
+impl Devices {
+    #[inline]
+    fn get(&self, ordinal: u32) -> Result<&Device> {
+        self.list.get(ordinal as usize).ok_or_else(|| {
+            Error::invalid(format!("device ordinal {ordinal} does not exist; this process sees {}", self.list.len()))
+        })
+    }
+}
+
 /// The CUDA driver. Making one costs nothing; the driver is opened at first use.
 #[derive(Debug, Default)]
 pub struct Cuda {
@@ -247,10 +264,7 @@ impl Cuda {
     }
 
     fn device(&self, ordinal: u32) -> Result<&Device> {
-        let devices = self.devices()?;
-        devices.list.get(ordinal as usize).ok_or_else(|| {
-            Error::invalid(format!("device ordinal {ordinal} does not exist; this process sees {}", devices.list.len()))
-        })
+        self.devices()?.get(ordinal)
     }
 
     /// The device's primary context, made current for as long as the guard lives.
@@ -453,11 +467,8 @@ impl Driver for Cuda {
         let _current = self.enter(ordinal)?;
         let _relaxed = RelaxedCapture::enter()?;
         Self::load_zero_fill(device);
-        let mut module = LoadedModule {
-            handle: ptr::null_mut(),
-            context: device.context.get().map_or(ptr::null_mut(), |context| *context as CUcontext),
-            functions: SmallVec::new(),
-        };
+        let mut module =
+            LoadedModule { handle: ptr::null_mut(), context: device.context(), functions: SmallVec::new() };
         // SAFETY: the image is a whole cubin (or NUL-terminated PTX) made by NVRTC, and the driver copies it.
         check(unsafe { cuModuleLoadData(&raw mut module.handle, image.code.as_ptr().cast()) }, "cuModuleLoadData")?;
         let allowed = attribute(
@@ -503,15 +514,16 @@ impl Driver for Cuda {
 
     #[inline]
     unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
-        let device = self.device(ordinal)?;
+        let devices = self.devices()?;
+        let device = devices.get(ordinal)?;
         let _current = Self::enter_device(device)?;
         let stream = stream.0.cast();
         let zero_fill = device.zero_fill.get().copied().flatten();
         if let Some(replays) = work.replays {
             let place = Place {
                 ordinal,
-                devices: self.devices()?.list.len(),
-                context: device.context.get().map_or(ptr::null_mut(), |context| *context as CUcontext),
+                devices: devices.list.len(),
+                context: device.context(),
                 stream,
                 multiprocessors: device.multiprocessors,
                 zero_fill,
