@@ -22,8 +22,7 @@ import openequivariance_extjax
 folder, expected, count = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 exported = jax.export.deserialize(bytearray((folder / "model.jaxexport").read_bytes()))
 if jax.default_backend() == "cpu":
-    for name, stages in openequivariance_extjax.registrations("cpu").items():
-        jax.ffi.register_ffi_target(name, stages, platform="cpu")
+    openequivariance_extjax.enable_host()
     exported = dataclasses.replace(exported, platforms=("cpu",))
 manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
 inputs = [jax.device_put(np.load(folder / "inputs" / f"{entry['name']}.npy")) for entry in manifest["inputs"]]

@@ -121,23 +121,20 @@ for entry in json.load(open(sys.argv[1] + "/manifest.json"))["inputs"]: print(sy
     [[ $state == off ]] && flags="$flags --xla_gpu_enable_command_buffer="
     arguments=("$plugin" "$model/model.jaxexport" "${inputs[@]}" --repeat "$steps" --rounds "${client[@]}")
     native=(env "XLA_FLAGS=$flags${data:+ $data}")
-    plain=()
-    # Plain symbols are for CUDA.
-    [[ $platform == cuda ]] && plain=(--beside "Rust host, plain symbols" "${native[@]}" "$host" "${arguments[@]}"
-      --symbols "$OEQ_NATIVE_LIBRARY" --out "$found/plain")
     tell "$label: $rounds rounds of $steps steps each"
     "$PYTHON" "$here/turns.py" --rounds "$rounds" --limit 150 --logs "$logs" "${judge[@]}" \
       --host jax env "XLA_FLAGS=$flags" "PYTHONPATH=$pythonpath" "$PYTHON" "$here/native_host.py" \
       "$model" "$found/jax" "$steps" \
       --host "Rust host" "${native[@]}" "$host" "${arguments[@]}" --out "$found/rust" \
       --host "C++ host" "${native[@]}" "$work/native_host_cpp" "${arguments[@]}" --out "$found/cpp" \
-      "${plain[@]}" >"$logs/turns.log" 2>&1 || failed=$((failed + 1))
+      --beside "Rust host, plain symbols" "${native[@]}" "$host" "${arguments[@]}" \
+      --symbols "$OEQ_NATIVE_LIBRARY" --out "$found/plain" >"$logs/turns.log" 2>&1 || failed=$((failed + 1))
     tee -a "$out/native_host.log" <"$logs/turns.log"
     grep -hE '^(opened|registered|client|compiled|first step)' "$logs"/*ost*.log >>"$out/native_host.log"
     [[ -e $found/jax/output_0.npy ]] || continue
     compare "$label, Rust host" "$found/jax" "$found/rust" "$tolerance"
     compare "$label, C++ host" "$found/jax" "$found/cpp" "$tolerance"
-    [[ $platform == cuda ]] && compare "$label, Rust host, plain symbols" "$found/jax" "$found/plain" "$tolerance"
+    compare "$label, Rust host, plain symbols" "$found/jax" "$found/plain" "$tolerance"
   done
 done
 tell "native_host: $failed failed, $SECONDS s"
