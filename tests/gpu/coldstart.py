@@ -2,11 +2,10 @@
 
 usage: coldstart.py K MODE         MODE: energy | forces | second
        coldstart.py compare FILE   ratios from the lines that earlier runs wrote to FILE
-       coldstart.py steps FILE...  a table of their steps; the files' names say what they are
 
 Cold: from the start of XLA's compilation to the first result on the host's side, with NVRTC's disk cache off.
 Prints one JSON line; with COLDSTART_FILE it is appended there too. env: NODES, EDGES,
-STEPS (60)
+STEPS (60). With STEP_TURNS=1 the steps are taken in rounds of STEPS, one for each line on standard input (turns.py).
 For cold.py: COLDSTART_EXPORT names a file for a bundle of what was compiled, COLDSTART_MODEL one for the exported model,
 COLDSTART_GATE makes the process wait, just before it compiles, until that file is there.
 """
@@ -17,6 +16,8 @@ import os
 import statistics
 import sys
 import time
+
+import turns
 
 os.environ["OEQ_NOTORCH"] = "1"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -83,16 +84,6 @@ def compare(path):
     return bool(bad)
 
 
-def tell_steps(paths):
-    for path in paths:
-        runs = [json.loads(line) for line in open(path)]
-        name = os.path.basename(path).removeprefix("steps-").removesuffix(".jsonl")
-        tell = lambda key: " ".join(f"{run[key]:.3f}" for run in runs)
-        print(f"steps: command buffers {name:14s} ms per step: median {tell('step_ms')}, a tenth below {tell('step_tenth_ms')}, least {tell('step_least_ms')}")
-    print(f"RESULT steps {len(paths)} kinds")
-    return len(paths) == 0
-
-
 def measure(count, mode):
     import jax
     import jax.numpy as jnp
@@ -152,17 +143,19 @@ def measure(count, mode):
     xla = time.perf_counter() - begin
     result = jax.block_until_ready(compiled(*arguments))
     cold = time.perf_counter() - begin
-    steps = []
-    for _ in range(int(os.environ.get("STEPS", 60))):
+    steps, number = [], int(os.environ.get("STEPS", 60))
+    step = lambda: jax.block_until_ready(compiled(*arguments))
+    if "STEP_TURNS" in os.environ:
+        return turns.take(begin, step, number)
+    for _ in range(number):
         t = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
+        step()
         steps.append(time.perf_counter() - t)
     check = float(sum(np.abs(np.asarray(v, np.float64)).sum() for v in jax.tree.leaves(result)))
     after = nvrtc()
     line = json.dumps({
         "module": "upstream" if extension.__file__.endswith(".so") else "ours", "K": count, "mode": mode,
-        "xla_compile_s": round(xla, 3), "cold_s": round(cold, 3), "step_ms": round(1e3 * float(np.median(steps)), 4), "step_least_ms": round(1e3 * float(np.min(steps)), 4),
-        "step_tenth_ms": round(1e3 * float(np.quantile(steps, 0.1)), 4),
+        "xla_compile_s": round(xla, 3), "cold_s": round(cold, 3), "step_ms": round(1e3 * float(np.median(steps)), 4),
         "check": check, "nvrtc": sorted(after), "nvrtc_opened": sorted(after - before), "disk_cache": os.environ.get("CUDA_CACHE_DISABLE") != "1", "cores": len(os.sched_getaffinity(0)),
         "stats": stats(library) if library else None,
     })
@@ -177,6 +170,4 @@ def measure(count, mode):
 if __name__ == "__main__":
     if sys.argv[1] == "compare":
         sys.exit(compare(sys.argv[2]))
-    if sys.argv[1] == "steps":
-        sys.exit(tell_steps(sys.argv[2:]))
     measure(int(sys.argv[1]), sys.argv[2])

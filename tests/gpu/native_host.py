@@ -18,6 +18,7 @@ import jax.export
 import numpy as np
 import openequivariance  # noqa: F401  (registers the handlers)
 import openequivariance_extjax
+import turns
 
 folder, expected, count = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 exported = jax.export.deserialize(bytearray((folder / "model.jaxexport").read_bytes()))
@@ -30,20 +31,15 @@ call = jax.jit(exported.call)
 
 began = time.perf_counter()
 outputs = jax.block_until_ready(call(*inputs))
-print(f"first step  {1e3 * (time.perf_counter() - began):.3f} ms", flush=True)
-for index, _ in enumerate(sys.stdin, 1):
-    times, last = [], time.perf_counter()
-    for step in range(count // 10 + count):
-        del outputs  # before the next are made, as in the native hosts, which say why
-        outputs = jax.block_until_ready(call(*inputs))
-        now = time.perf_counter()
-        if step >= count // 10:
-            times.append(now - last)
-        last = now
-    times.sort()
-    least, tenth, median, nine = (f"{1e3 * times[tenths * (count - 1) // 10]:.3f} ms" for tenths in (0, 1, 5, 9))
-    print(f"round {index:<5} {median} median, {least} least, {tenth} tenth, {nine} nine tenths of {count} steps")
-    sys.stdout.flush()
+
+
+def step():
+    global outputs
+    del outputs  # before the next are made, as in the native hosts, which say why
+    outputs = jax.block_until_ready(call(*inputs))
+
+
+turns.take(began, step, count)
 
 expected.mkdir(parents=True, exist_ok=True)
 for index, output in enumerate(jax.tree.leaves(outputs)):

@@ -9,7 +9,7 @@
 #   cold24     the same with 24 convolutions                                       (not in the default list)
 #   dispatch   host time of one call per target, ours, upstream, bare driver       (quiet machine)
 #   launches   the same without graphs of the driver (OEQ_REPLAY=off)              (quiet machine; not in the default list)
-#   steps      time per step of 12 convolutions with forces, command buffers on and off, ours, upstream, ours without graphs
+#   steps      time per step of 12 convolutions with forces, command buffers on and off, ours, upstream, ours by launches, taking turns
 #   poison     results do not depend on what result buffers held                   (these four run side by side)
 #   numerics   the targets through jax.ffi and second derivatives, ours against upstream
 #   capture    many calls with and without XLA's command buffers
@@ -34,7 +34,7 @@
 #   PYTHON              python3 with jax for CUDA, jinja2, and for `suite` torch, e3nn and pytest
 #   LIMIT               seconds for everything (520): `suite` gets what the others leave
 #   SOAK                seconds of `replay`'s soak (20)
-#   STEP_ROUNDS, STEP_BUFFERS                  rounds of `steps` (2), and with which command buffers ("on off")
+#   STEPS, STEP_ROUNDS, STEP_BUFFERS           steps in a round of `steps` (300), rounds (7), with which command buffers ("on off")
 #   SUITE_SHARDS, SUITE_SAMPLES, SUITE_EXTRA   processes for each module (8); see suite.py
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd) root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -56,6 +56,8 @@ OEQ_TESTS=${OEQ_TESTS:-$root/.carry/tests}
 OEQ_SITE=${OEQ_SITE:-$root/.carry/site}
 export OEQ_NOTORCH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
 export TF_CPP_MIN_LOG_LEVEL=2
+# A store of this run's own: neither what an earlier run left nor the user's own decides what is compiled.
+export OEQ_STORE_DIR=$work/store
 ours=$OEQ_NATIVE_PYTHON:$OEQ_PACKAGE:$here:$OEQ_SITE
 
 # part NAME SECONDS COMMAND...: runs it under a limit, into a log of its own.
@@ -135,7 +137,7 @@ cold() { # cold NAME K MODE...: ours, upstream, ours again for each mode
   for mode in "$@"; do
     for side in ours theirs ours; do
       [[ $side == theirs && ! $have_upstream ]] && continue
-      CUDA_CACHE_DISABLE=1 PYTHONPATH=${!side} timeout -k 5 150 "$PYTHON" "$here/coldstart.py" "$count" "$mode" >>"$work/$name.log" 2>&1 || echo "$side $count $mode failed" >>"$work/$name.log"
+      OEQ_STORE=off CUDA_CACHE_DISABLE=1 PYTHONPATH=${!side} timeout -k 5 150 "$PYTHON" "$here/coldstart.py" "$count" "$mode" >>"$work/$name.log" 2>&1 || echo "$side $count $mode failed" >>"$work/$name.log"
     done
   done
   "$PYTHON" "$here/coldstart.py" compare "$COLDSTART_FILE" >>"$work/$name.log" 2>&1
@@ -154,27 +156,31 @@ if wants launches; then
   report launches
 fi
 
-# step NAME SIDE MORE...: one process with everything in the store, or compiled once by upstream.
-step() {
-  local name=$1 side=$2
-  shift 2
-  env "$@" OEQ_STORE=on OEQ_STORE_DIR="$work/steps-store" COLDSTART_FILE="$work/steps-$name.jsonl" STEPS=1000 PYTHONPATH="${!side}" \
-    timeout -k 5 120 "$PYTHON" "$here/coldstart.py" 12 forces >>"$work/steps.log" 2>&1
+# steps BUFFERS: upstream, ours and ours without graphs of the driver take turns, with XLA's command buffers on or off.
+steps() {
+  local flags=--xla_gpu_per_fusion_autotune_cache_dir=$work/autotune-$1 hosts=()
+  mkdir -p "$work/autotune-$1"
+  [[ $1 == on ]] || flags="$flags --xla_gpu_enable_command_buffer="
+  host() { # host NAME SIDE MORE...
+    local name=$1 side=$2
+    shift 2
+    hosts+=(--host "$name" env "XLA_FLAGS=$flags" "PYTHONPATH=${!side}" STEPS="${STEPS:-300}" STEP_TURNS=1 "$@" "$PYTHON" "$here/coldstart.py" 12 forces)
+  }
+  [[ $have_upstream ]] && host upstream theirs CUDA_CACHE_DISABLE=0
+  host ours ours
+  host "ours, by launches" ours OEQ_REPLAY=off
+  mkdir -p "$out/steps-$1"
+  echo "steps: command buffers $1"
+  timeout -k 5 150 "$PYTHON" "$here/turns.py" --rounds "${STEP_ROUNDS:-7}" --limit 140 --logs "$out/steps-$1" "${hosts[@]}"
 }
 if wants steps; then
-  t=$SECONDS
-  : >"$work/steps.log"
-  for ((round = 0; round < ${STEP_ROUNDS:-2}; round++)); do
-    for buffers in ${STEP_BUFFERS:-on off}; do
-      flags=$([[ $buffers == on ]] || echo --xla_gpu_enable_command_buffer=)
-      step "$buffers-ours" ours XLA_FLAGS="$flags" || echo "ours $buffers failed" >>"$work/steps.log"
-      step "$buffers-launches" ours XLA_FLAGS="$flags" OEQ_REPLAY=off || echo "launches $buffers failed" >>"$work/steps.log"
-      [[ $have_upstream ]] && { step "$buffers-upstream" theirs XLA_FLAGS="$flags" CUDA_CACHE_DISABLE=0 || echo "upstream $buffers failed" >>"$work/steps.log"; }
-    done
-  done
-  "$PYTHON" "$here/coldstart.py" steps "$work"/steps-*.jsonl >>"$work/steps.log" 2>&1
-  echo "$? $((SECONDS - t))" >"$work/steps.rc"
-  report steps
+  t=$SECONDS rc=0
+  for buffers in ${STEP_BUFFERS:-on off}; do
+    steps "$buffers" || rc=1
+  done >"$work/steps.log" 2>&1
+  echo "RESULT steps taken in turns" >>"$work/steps.log"
+  echo "$rc $((SECONDS - t))" >"$work/steps.rc"
+  tail -n 30 "$work/steps.log"
 fi
 
 # ---- side by side --------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def _():
     code = raw.oeq_get_stats(ctypes.byref(stats))
     assert code == 0, f"status {code}"
     values = {n: getattr(stats, n) for n, _ in Stats._fields_[1:]}
-    assert values["compiled"] >= 3 and values["failed"] == 0, values
+    assert values["loaded"] >= 3 and values["failed"] == 0, values
     return values
 
 

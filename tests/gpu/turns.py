@@ -27,6 +27,23 @@ NOISE = 0.01
 FIELDS = ("median", "least", "tenth", "nine tenths")
 
 
+def take(began, step, count):
+    """A program's side: its first step began then; `step`, which waits for its end, runs `count` times and a few before."""
+    print(f"first step  {1e3 * (time.perf_counter() - began):.3f} ms", flush=True)
+    for index, _ in enumerate(sys.stdin, 1):
+        times, last = [], time.perf_counter()
+        for number in range(count // 10 + count):
+            step()
+            now = time.perf_counter()
+            if number >= count // 10:
+                times.append(now - last)
+            last = now
+        times.sort()
+        least, tenth, median, nine = (f"{1e3 * times[tenths * (count - 1) // 10]:.3f} ms" for tenths in (0, 1, 5, 9))
+        print(f"round {index:<5} {median} median, {least} least, {tenth} tenth, {nine} nine tenths of {count} steps")
+        sys.stdout.flush()
+
+
 class Host:
     """A program that runs rounds of steps when it is told to."""
 
