@@ -1,7 +1,8 @@
 //! Kernels for Rust programs that have no XLA: build an operator from a payload, and call it on device memory.
 //!
 //! An operator goes the same way as a call from XLA: its payload is interned, so equal ones share their compilations and
-//! modules with each other and with XLA's calls, and a call is checked, zeroed and launched by the same code.
+//! modules with each other and with XLA's calls, and a call is checked, zeroed and launched by the same code. A call of the
+//! sizes of the one before is not checked again: it is the same call site, and becomes a graph of the driver as XLA's do.
 //!
 //! ```no_run
 //! use cust::memory::DeviceBuffer;
@@ -31,13 +32,15 @@
 
 use std::sync::Arc;
 
+use arc_swap::ArcSwapOption;
 use cust::memory::{DeviceCopy, DeviceSlice};
 use cust::stream::Stream as CudaStream;
 use smallvec::SmallVec;
 
 use crate::driver::Stream;
 use crate::error::{Error, Result};
-use crate::kernel::state::Addresses;
+use crate::kernel::record::MAX_ORDERS;
+use crate::kernel::state::{Addresses, MAX_TENSORS};
 use crate::kernel::{CallState, Payload, Record};
 use crate::layout::{Family, TensorView};
 use crate::payload::{Dtype, KernelPlan};
@@ -92,11 +95,28 @@ impl Slice {
     }
 }
 
+/// A call whose tensors were checked: what XLA would keep for a call site.
+#[derive(Debug)]
+struct Site {
+    state: CallState,
+    /// Elements and type of each tensor.
+    tensors: SmallVec<[(usize, Dtype); MAX_TENSORS]>,
+}
+
+impl Site {
+    fn is_of(&self, operands: &[Slice], results: &[Slice]) -> bool {
+        let tensors = operands.iter().chain(results).map(|slice| (slice.elements, slice.dtype));
+        self.tensors.iter().copied().eq(tensors)
+    }
+}
+
 /// The part that both operators share: a record, and a call's way through it.
 #[derive(Debug)]
 struct Operator {
     runtime: &'static Runtime,
     record: Arc<Record>,
+    /// The last call of each order.
+    sites: [ArcSwapOption<Site>; MAX_ORDERS],
     /// Makes the operator a user of the record for as long as it lives, so that a call is not the first and last one.
     _user: CallState,
 }
@@ -106,7 +126,8 @@ impl Operator {
         // Callers have no hash of OEQ's; any will do, as long as equal payloads have equal ones.
         let hash = ahash::RandomState::with_seeds(1, 2, 3, 4).hash_one(payload);
         let record = runtime.intern(family, i64::from_ne_bytes(hash.to_ne_bytes()), Payload::Json(payload))?;
-        Ok(Self { runtime, _user: CallState::new(Arc::clone(&record), 0)?, record })
+        let user = CallState::new(Arc::clone(&record), 0)?;
+        Ok(Self { runtime, record, sites: Default::default(), _user: user })
     }
 
     fn prefetch(&self, derivative: usize, ordinal: u32) -> Result<()> {
@@ -132,6 +153,21 @@ impl Operator {
         operands: &[Slice],
         results: &[Slice],
     ) -> Result<()> {
+        let last = self.sites.get(derivative).map(ArcSwapOption::load);
+        let site = match last.as_deref() {
+            Some(Some(site)) if site.is_of(operands, results) => site,
+            _ => &self.site(derivative, operands, results)?,
+        };
+        let prepared = site.state.prepared().ok_or_else(|| Error::internal("a checked call is not prepared"))?;
+        let mut addresses = Addresses::default();
+        addresses.extend(operands.iter().chain(results).map(|slice| slice.address));
+        // SAFETY: tensors of these sizes were checked; the rest is the caller's word.
+        unsafe { site.state.execute(self.runtime, ordinal, Stream(stream.0), prepared, &addresses) }
+    }
+
+    /// Checks the tensors, and keeps the call for the next of its kind.
+    #[cold]
+    fn site(&self, derivative: usize, operands: &[Slice], results: &[Slice]) -> Result<Arc<Site>> {
         let plan = self.record.plan();
         let call = self.record.call(derivative)?;
         let specs = call.operands.iter().chain(call.results);
@@ -143,11 +179,13 @@ impl Operator {
         let views: SmallVec<[TensorView<'_>; 16]> =
             slices.map(|(slice, dimensions)| TensorView { dtype: Ok(slice.dtype), dimensions }).collect();
         let state = CallState::new(Arc::clone(&self.record), derivative)?;
-        let prepared = state.check(&views[..operands.len()], &views[operands.len()..])?;
-        let mut addresses = Addresses::default();
-        addresses.extend(operands.iter().chain(results).map(|slice| slice.address));
-        // SAFETY: the tensors were checked above; the rest is the caller's word.
-        unsafe { state.execute(self.runtime, ordinal, Stream(stream.0), prepared, &addresses) }
+        state.check(&views[..operands.len()], &views[operands.len()..])?;
+        let tensors = operands.iter().chain(results).map(|slice| (slice.elements, slice.dtype)).collect();
+        let site = Arc::new(Site { state, tensors });
+        if let Some(place) = self.sites.get(derivative) {
+            place.store(Some(Arc::clone(&site)));
+        }
+        Ok(site)
     }
 }
 

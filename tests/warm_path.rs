@@ -6,9 +6,13 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 
 use common::*;
+use cust::memory::{DevicePointer, DeviceSlice};
 use oeq_native::__private::locks_taken;
+use oeq_native::Runtime;
+use oeq_native::operator::{RawStream, TensorProduct};
 use oeq_native::xla::ffi;
 
 struct Counting;
@@ -51,8 +55,12 @@ fn allocations_of(runs: usize, body: impl Fn()) -> usize {
     ALLOCATIONS.with(Cell::get) - before
 }
 
+/// One test at a time decides whether the world writes calls down.
+static QUIET: Mutex<()> = Mutex::new(());
+
 #[test]
 fn warm_calls_allocate_nothing_and_take_no_lock() {
+    let _quiet = QUIET.lock().unwrap_or_else(PoisonError::into_inner);
     let world = world();
     for minor in 1..=5 {
         for (order, target) in ["conv_forward", "conv_backward", "conv_double_backward"].into_iter().enumerate() {
@@ -86,6 +94,43 @@ fn warm_calls_allocate_nothing_and_take_no_lock() {
     }
     // The counter counts.
     assert_eq!(allocations_of(10, || drop(std::hint::black_box(vec![1_u8]))), 20);
+}
+
+#[test]
+fn warm_calls_of_an_operator_allocate_nothing_and_take_no_lock() {
+    let _quiet = QUIET.lock().unwrap_or_else(PoisonError::into_inner);
+    let world = world();
+    let payload = PayloadSpec { mark: "warm operator", ..PayloadSpec::default() }.json();
+    let product = TensorProduct::new(Runtime::global().unwrap(), payload.as_bytes()).unwrap();
+    let rows = |rows: i64| {
+        move |product: &TensorProduct| {
+            // SAFETY: the stand-in device never follows the addresses.
+            unsafe {
+                let of = |address, width: i64| {
+                    let elements = usize::try_from(rows * width).unwrap();
+                    DeviceSlice::<f32>::from_raw_parts_mut(DevicePointer::from_raw(address), elements)
+                };
+                let (l1, l2, weights) = (of(0x1000, L1), of(0x2000, L2), of(0x3000, W));
+                let stream = RawStream(std::ptr::without_provenance_mut(0x7f00));
+                product.forward(0, stream, &l1, &l2, &weights, &mut of(0x4000, L3)).unwrap();
+            }
+        }
+    };
+    let (five, six) = (rows(5), rows(6));
+    five(&product);
+    world.silent.store(true, Ordering::Relaxed);
+    five(&product);
+    let locks = locks_taken();
+    assert_eq!(allocations_of(1000, || five(&product)), 0);
+    assert_eq!(locks_taken(), locks, "a warm call took a lock");
+    // Other sizes are another call, and the first ones come back as one.
+    world.silent.store(false, Ordering::Relaxed);
+    world.take(0x7f00);
+    for call in [&six, &six, &five] {
+        call(&product);
+    }
+    let counts: Vec<u64> = world.take(0x7f00).iter().map(|work| work.launches[0].parameters[0][0]).collect();
+    assert_eq!(counts, [6, 6, 5]);
 }
 
 fn tensors(order: usize, deterministic: bool) -> (Vec<Tensor>, Vec<Tensor>) {

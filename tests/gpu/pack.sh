@@ -7,7 +7,7 @@
 #   EXTJAX   the unpacked sdist of openequivariance_extjax, of the same version
 #   TESTS    the folder tests/ of OpenEquivariance's repository
 # env: OEQ_NATIVE_LIBRARY (target/release/liboeq_native.so)
-#      NATIVE_HOST (target/release/examples/native_host), for native_host.sh
+#      and beside it, in examples/, native_host and operator
 #      PYTHON (a Python of the version over there, with jax, nanobind and pytest_check), and with it CUDA_INCLUDE and
 #      CUDA_LIBS (see build_upstream.sh) to build upstream's module here; without them it is built over there
 set -euo pipefail
@@ -27,11 +27,12 @@ if [[ -e $(dirname "$lib")/oeq ]]; then
   cp "$(dirname "$lib")/oeq" "$carry/oeq"
   strip --strip-debug "$carry/oeq"
 fi
-host=${NATIVE_HOST:-$root/target/release/examples/native_host}
-if [[ -e $host ]]; then
-  cp "$host" "$carry/native_host"
-  strip --strip-debug "$carry/native_host"
-fi
+# The examples that run there: native_host.sh's, and run.sh's Rust program without XLA.
+for example in native_host operator; do
+  [[ -e $(dirname "$lib")/examples/$example ]] || continue
+  cp "$(dirname "$lib")/examples/$example" "$carry/$example"
+  strip --strip-debug "$carry/$example"
+done
 rm -rf "$carry"/package/* "$carry"/upstream-sdist/* "$carry"/tests/*
 cp -r "$oeq/openequivariance" "$carry/package/"
 rm -rf "$carry/package/openequivariance/extension"

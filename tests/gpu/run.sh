@@ -20,10 +20,12 @@
 #   suite      OpenEquivariance's own JAX tests on both modules
 #   repeat     (only when named) one of them many times on both
 #   replay     call sites that are called again and again; a soak of SOAK seconds (20)
+#   operator   the Rust program without XLA (examples/operator.rs), with graphs of the driver and by launches
 #   zero       the zeroing kernel: exactness, and its cost beside memsets
 #
 # env (defaults: the folder .carry at the project's root, as pack.sh fills it, then the project's own build)
 #   OEQ_NATIVE_LIBRARY  liboeq_native.so
+#   OEQ_OPERATOR        the example `operator`
 #   OEQ_NATIVE_PYTHON   folder of our Python module openequivariance_extjax
 #   OEQ_PACKAGE         folder that holds OpenEquivariance's package `openequivariance`
 #   OEQ_UPSTREAM        folder of upstream's compiled openequivariance_extjax; built from OEQ_UPSTREAM_SDIST if it does not load
@@ -43,11 +45,12 @@ begin=$SECONDS work=$(mktemp -d) failed=()
 out=${OUT:-$work} && mkdir -p "$out"
 full=$out/gpu-run.log && : >"$full"
 parts=("$@")
-[[ $# -gt 0 ]] || parts=(smoke cold dispatch steps poison numerics capture graphs replay threads rate sanitizer zero suite)
+[[ $# -gt 0 ]] || parts=(smoke cold dispatch steps poison numerics capture graphs replay operator threads rate sanitizer zero suite)
 wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 first() { for p in "$@"; do [[ -e $p ]] && { echo "$p"; return; }; done; echo "$1"; }
 
 export OEQ_NATIVE_LIBRARY=${OEQ_NATIVE_LIBRARY:-$(first "$root/.carry/liboeq_native.so" "$root/target/release/liboeq_native.so")}
+OEQ_OPERATOR=${OEQ_OPERATOR:-$(first "$root/.carry/operator" "$root/target/release/examples/operator")}
 OEQ_NATIVE_PYTHON=${OEQ_NATIVE_PYTHON:-$root/ffi-headers/python}
 OEQ_PACKAGE=${OEQ_PACKAGE:-$root/.carry/package}
 OEQ_UPSTREAM=${OEQ_UPSTREAM:-$root/.carry/upstream}
@@ -234,6 +237,21 @@ fi
 if wants replay; then
   part replay "$((120 + ${SOAK:-20}))" env PYTHONPATH="$here" "$PYTHON" "$here/replay.py" "$OEQ_NATIVE_LIBRARY" "$PAYLOADS"
   report replay
+fi
+
+# ---- Rust without XLA ----------------------------------------------------------------------------------------------
+if wants operator; then
+  t=$SECONDS rc=0
+  for payload in tp_uvu_f32 tp_uvu_f64 tp_uvw_f64_shared tp_real64 conv_uvu_f32 conv_uvw_f32 conv_det_f64 conv_real64 conv_realdet128; do
+    "$OEQ_OPERATOR" "$PAYLOADS/$payload.json" 2000 100 || rc=1
+  done >"$work/operator.log" 2>&1
+  for payload in tp_real64 conv_real64 conv_realdet128; do
+    echo "by launches: $(OEQ_REPLAY=off "$OEQ_OPERATOR" "$PAYLOADS/$payload.json" 2000 100)" || rc=1
+  done >>"$work/operator.log" 2>&1
+  echo "RESULT operator: $(grep -c ': ok$' "$work/operator.log") of 12 runs ok" >>"$work/operator.log"
+  [[ $(grep -c ': ok$' "$work/operator.log") -eq 12 ]] || rc=1
+  echo "$rc $((SECONDS - t))" >"$work/operator.rc"
+  tail -n 70 "$work/operator.log"
 fi
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
