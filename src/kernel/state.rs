@@ -38,6 +38,16 @@ impl Default for Addresses {
     }
 }
 
+impl Addresses {
+    /// Puts another address in the place of a tensor's; the tensor is one of the call's.
+    #[inline]
+    pub fn replace(&mut self, tensor: usize, address: u64) {
+        if let Some(place) = self.list.get_mut(tensor) {
+            *place = address;
+        }
+    }
+}
+
 impl Extend<u64> for Addresses {
     /// Counts every address; those past the most that a call may have are not kept, and the call is refused for its count.
     #[inline]
@@ -78,6 +88,8 @@ pub struct Prepared {
     addresses: SmallVec<[(u8, u8); MAX_WORDS]>,
     /// The launches, fix-ups included; none where there is no work.
     launches: SmallVec<[LaunchSpec; 4]>,
+    /// The operand that the launches write scratch to, and its bytes.
+    written: Option<(u8, u64)>,
 }
 
 impl Prepared {
@@ -95,6 +107,7 @@ impl Prepared {
             used: 0,
             addresses: SmallVec::new(),
             launches: SmallVec::new(),
+            written: None,
         };
         if prepared.tensors > MAX_TENSORS || call.zeroed.len() > MAX_ZEROED {
             return Err(too_many());
@@ -142,7 +155,11 @@ impl Prepared {
             Parameter::Count(extent) => self.word(extents.get(extent)),
             Parameter::Workspace(_) if !plan.deterministic => self.word(0),
             Parameter::Workspace(_) if extents.has_workspace_result => self.address(operands + call.results.len()),
-            Parameter::Operand(index) | Parameter::Workspace(index) => self.address(index),
+            Parameter::Workspace(index) => {
+                self.written = Some((number(index)?, plan.workspace_bytes));
+                self.address(index)
+            }
+            Parameter::Operand(index) => self.address(index),
             Parameter::Result(index) => self.address(operands + index),
             Parameter::Graph { rows, cols } => {
                 self.address(rows)?;
@@ -151,6 +168,13 @@ impl Prepared {
                 self.word(extents.get(Extent::Nodes))
             }
         }
+    }
+
+    /// The operand that the call uses as scratch memory, and its bytes: none where a result is there for that.
+    #[inline]
+    #[must_use]
+    pub fn written_operand(&self) -> Option<(usize, u64)> {
+        self.written.map(|(tensor, bytes)| (usize::from(tensor), bytes))
     }
 
     fn address(&mut self, tensor: usize) -> Result<()> {

@@ -318,6 +318,45 @@ with concurrent.futures.ThreadPoolExecutor(8) as pool:
     assert float(printed[0]) < 8e-15 and printed[1] == "True", printed
 
 
+def test_deterministic_calls_that_share_a_workspace_do_not_disturb_each_other():
+    """All calls get one and the same operand to write to, as XLA gives them equal constants, and run at the same time."""
+    printed = run(
+        PREPARE
+        + """
+import concurrent.futures
+c = case("conv_det_uvu_narrow_f64")
+operands, results = c.operands(0, *c.inputs())
+wanted = c.expected(0, *c.inputs())["L3"]
+call = jax.ffi.ffi_call("conv_forward", [jax.ShapeDtypeStruct(s, c.dtype) for s in results.values()])
+once = lambda x, *rest: call(x, *rest, kernel=c.payload, hash=np.int64(c.hash))[0]
+
+@jax.jit
+def many(x, *rest):
+    # The calls differ, their workspace does not; a power of two scales every result without rounding.
+    mixed = [jnp.tanh(jnp.ones((300, 300)) * x[0, 0]) @ jnp.ones((300, 300)) for _ in range(2)]
+    return [once(x * 2.0**i, *rest) for i in range(8)], sum(each.sum() for each in mixed)
+
+alone = jax.jit(once)
+expected = np.asarray(alone(*operands))
+print(c.error("L3", expected, wanted))
+of_one = lambda runs: sum(np.array_equal(np.asarray(each), expected * 2.0**i) for _ in range(runs) for i, each in enumerate(many(*operands)[0]))
+print(of_one(60))
+shared = [jnp.asarray(each) for each in operands]
+before = [np.array(each) for each in shared]
+
+def one(i):
+    return sum(np.array_equal(np.asarray(alone(shared[0] * 2.0**i, *shared[1:])), expected * 2.0**i) for _ in range(100))
+
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    print(sum(pool.map(one, range(4))))
+# What XLA owns is as it was.
+print(all(np.array_equal(a, np.asarray(b)) for a, b in zip(before, shared)))
+""",
+        OEQ_HOST_THREADS="16",
+    ).split()
+    assert float(printed[0]) < 8e-15 and printed[1:] == ["480", "400", "True"], printed
+
+
 @pytest.mark.parametrize(
     "handlers",
     [
@@ -350,10 +389,8 @@ calls.append((other, 0, *program(other, 0), negated))
 errors = []
 
 def work():
-    # Deterministic convolutions write to an operand, their workspace.
-    mine = [(c, call, [np.array(each) for each in operands], expected) for c, _, call, operands, expected in calls]
     for _ in range(4):
-        for c, call, operands, expected in mine:
+        for c, _, call, operands, expected in calls:
             for (name, wanted), value in zip(expected.items(), call(*operands)):
                 errors.append(c.error(name, np.asarray(value), wanted))
 
