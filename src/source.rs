@@ -197,7 +197,10 @@ impl<'a> Helpers<'a> {
                 gone.push(index);
             }
         }
-        let (kept, gone) = (self.reach(kept), self.reach(gone));
+        let gone = self.reach(gone);
+        // A helper that only what is dropped uses goes; every other one stays, and what it uses with it.
+        kept.extend((0..self.spans.len()).filter(|index| !gone.get(*index).is_some_and(|gone| *gone)));
+        let kept = self.reach(kept);
         let all = self.spans.iter().zip(kept).zip(gone);
         all.filter(|((span, kept), gone)| span.is_entry || (*gone && !*kept))
             .map(|((span, _), _)| (span.range.clone(), span.removable))
@@ -1041,15 +1044,17 @@ __global__ void third(const REAL* __restrict__ a)
             device("of_both", ""),
             device("of_macro", ""),
             device("of_template", ""),
-            device("of_nobody", ""),
+            device("of_nobody", "of_those_who_stay(n);"),
             device("twice", ""),
-            device("twice", ""),
+            device("twice", "of_those_who_stay(n); deeper(n);"),
             device("with_macro", "\n#define IN_BODY 3\n"),
             "#define CALL of_macro(1)".to_owned(),
             "template<int N> __device__ void t() { of_template(N); }".to_owned(),
-            global("a", "of_a(n); of_both(n); of_macro(n); of_template(n); twice(n); with_macro(n);"),
+            global("a", "of_a(n); of_both(n); of_macro(n); of_template(n); twice(n); with_macro(n); deeper(n);"),
             global("b", "of_both(n); CALL; of_b(IN_BODY);"),
             device("of_b", ""),
+            device("of_those_who_stay", ""),
+            device("deeper", "of_those_who_stay(n);"),
         ];
         let source = parts.join("\n");
         let without = |gone: &[usize]| {

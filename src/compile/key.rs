@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 
 /// Changes whenever the same key would name another program: when the cut, the options' meaning or the encoding of a
 /// stored image change.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// SHA-256 of some bytes.
 pub type Digest = [u8; 32];

@@ -9,9 +9,22 @@
 //!   that works in several passes, each a block at the level of the function, puts the next one's data where lanes still
 //!   take the last one's results from. And what a device function leaves in shared memory is taken up in another order
 //!   right after the call.
+//!
+//! A barrier that only some lanes come to would shift all their later ones against the others'. So none is put in where the
+//! text lets lanes part: in a block whose condition names the lane, or something that was computed from it.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use smallvec::SmallVec;
 
 use super::{Lexer, Token, TokenKind};
 use crate::error::{Error, Result};
+
+/// How long a chain of values, each computed from the next, may be.
+const MAX_STEPS: usize = 32;
+/// How many tokens of a value are looked at.
+const MAX_VALUE: usize = 256;
 
 /// The program as a C++ compiler for the host takes it, with `oeq_host.h` before it.
 ///
@@ -192,6 +205,7 @@ impl<'a> Text<'a> {
     /// Looks at the blocks `if(lane_id < N) { ... }`, which is how payloads have some lanes of a warp work on an array.
     fn barriers(&self, edits: &mut Vec<Edit>) {
         let own = self.own_arrays();
+        let together = self.together();
         let mut read: Vec<Element<'_>> = Vec::new();
         let mut at = 0;
         while at < self.tokens.len() {
@@ -210,7 +224,7 @@ impl<'a> Text<'a> {
             let overtakes = |written: &Element<'_>| {
                 read.iter().any(|earlier| earlier.array == written.array && earlier.index != written.index)
             };
-            if block.written.iter().any(overtakes) {
+            if together.get(at) == Some(&true) && block.written.iter().any(overtakes) {
                 let start = self.tokens[at].start;
                 edits.push(Edit { start, end: start, text: "__syncwarp(); ".to_owned() });
                 read.clear();
@@ -237,38 +251,138 @@ impl<'a> Text<'a> {
         }
     }
 
-    /// Looks for statements that call a device function of the source and are not followed by a barrier already.
+    /// Looks for statements that are a call of a device function of the source and are not followed by a barrier already.
     fn calls(&self, edits: &mut Vec<Edit>) {
-        let functions: Vec<&str> = (0..self.tokens.len())
+        let functions: HashSet<&str> = (0..self.tokens.len())
             .filter(|at| self.token(*at) == Some("__device__"))
             .filter_map(|at| (at..self.tokens.len()).find(|at| self.is_word(*at) && self.token(at + 1) == Some("(")))
             .filter_map(|at| self.token(at))
             .collect();
-        let mut depth = 0_usize;
+        for at in self.together().iter().enumerate().filter_map(|(at, together)| together.then_some(at)) {
+            if !self.token(at).is_some_and(|name| functions.contains(&name)) {
+                continue;
+            }
+            let open = if self.token(at + 1) == Some("<") {
+                self.closing(at + 1, "<", ">").map(|close| close + 1)
+            } else {
+                Some(at + 1)
+            };
+            let close = open
+                .filter(|open| self.token(*open) == Some("("))
+                .and_then(|open| self.closing(open, "(", ")"))
+                .filter(|close| self.token(close + 1) == Some(";"));
+            if let Some(close) = close {
+                if self.token(close + 2) != Some("__syncwarp") {
+                    let end = self.tokens[close + 1].end;
+                    edits.push(Edit { start: end, end, text: " __syncwarp();".to_owned() });
+                }
+            }
+        }
+    }
+
+    /// Of each token, whether a statement of a function's body begins with it that all lanes of a warp come to together,
+    /// as far as the text tells.
+    fn together(&self) -> Vec<bool> {
+        let Some(lanes) = self.lane_words() else { return vec![false; self.tokens.len()] };
+        let apart =
+            |tokens: Range<usize>| tokens.into_iter().any(|at| self.token(at).is_some_and(|word| lanes.contains(word)));
+        // What an `else` follows is known only if it is a block.
+        let otherwise = |at: usize, last: bool| last || at.checked_sub(1).and_then(|at| self.token(at)) != Some("}");
+        let mut together = vec![false; self.tokens.len()];
+        // For each block that is open, whether lanes may have parted in it; the block that was closed last; parentheses.
+        let (mut blocks, mut last, mut depth) = (Vec::new(), true, 0_usize);
+        let mut directive = false;
         for (at, token) in self.tokens.iter().enumerate() {
+            let before = at.checked_sub(1);
             match token.kind {
-                TokenKind::Punct(b'{') => depth += 1,
-                TokenKind::Punct(b'}') => depth = depth.saturating_sub(1),
-                TokenKind::Word if depth > 0 && self.token(at).is_some_and(|name| functions.contains(&name)) => {
-                    let open = if self.token(at + 1) == Some("<") {
-                        self.closing(at + 1, "<", ">").map(|close| close + 1)
-                    } else {
-                        Some(at + 1)
+                TokenKind::DirectiveStart => directive = true,
+                TokenKind::DirectiveEnd => directive = false,
+                _ if directive => {}
+                TokenKind::Punct(b'(') => depth += 1,
+                TokenKind::Punct(b')') => depth = depth.saturating_sub(1),
+                TokenKind::Punct(b'{') => {
+                    let outside = blocks.last().is_some_and(|apart| *apart);
+                    let parted = match before.and_then(|before| self.token(before)) {
+                        Some("else") => otherwise(at - 1, last),
+                        Some("do") => true,
+                        Some(")") => self.header(at - 1).is_some_and(|(word, condition)| {
+                            let beginning = word.checked_sub(1).and_then(|at| self.token(at));
+                            let follows = match beginning {
+                                Some(";" | "{" | "}") => false,
+                                Some("else") => otherwise(word - 1, last),
+                                // What follows a condition without braces is under it. Other parentheses are a macro's.
+                                Some(")") => self.header(word - 1).is_none_or(|(word, _)| self.is_condition(word)),
+                                _ => self.is_condition(word),
+                            };
+                            follows || apart(condition)
+                        }),
+                        _ => false,
                     };
-                    let close = open
-                        .filter(|open| self.token(*open) == Some("("))
-                        .and_then(|open| self.closing(open, "(", ")"))
-                        .filter(|close| self.token(close + 1) == Some(";"));
-                    if let Some(close) = close {
-                        if !matches!(self.token(close + 2), Some("__syncwarp" | "else")) {
-                            let end = self.tokens[close + 1].end;
-                            edits.push(Edit { start: end, end, text: " __syncwarp();".to_owned() });
-                        }
+                    blocks.push(outside || parted);
+                }
+                TokenKind::Punct(b'}') => last = blocks.pop().unwrap_or(true),
+                _ => {}
+            }
+            let begins = matches!(before.and_then(|before| self.token(before)), Some(";" | "{" | "}"))
+                || before.is_some_and(|before| self.tokens[before].kind == TokenKind::DirectiveEnd);
+            together[at] = !directive && depth == 0 && begins && blocks.last() == Some(&false);
+        }
+        together
+    }
+
+    fn is_condition(&self, at: usize) -> bool {
+        matches!(self.token(at), Some("if" | "for" | "while" | "switch"))
+    }
+
+    /// The word before the parentheses that end at a token, and what is in them: of a function the name and parameters.
+    fn header(&self, close: usize) -> Option<(usize, Range<usize>)> {
+        let mut depth = 0_usize;
+        for at in (0..=close).rev() {
+            match self.token(at) {
+                Some(")") => depth += 1,
+                Some("(") => {
+                    depth = depth.checked_sub(1)?;
+                    if depth == 0 {
+                        let word = at.checked_sub(1)?;
+                        // The parameters of a function may well name a lane.
+                        return Some((word, if self.is_condition(word) { at..close } else { at..at }));
                     }
                 }
                 _ => {}
             }
         }
+        None
+    }
+
+    /// Words that may have another value in each lane: the lane's number by its usual name, the thread's, and what is
+    /// computed from them. A thread's number divided is its warp's, which all lanes have in common. `None` where that takes
+    /// too many steps to tell.
+    fn lane_words(&self) -> Option<HashSet<&'a str>> {
+        let mut lanes = HashSet::from(["lane_id", "threadIdx"]);
+        let mut threads = HashSet::from(["threadIdx"]);
+        for _ in 0..MAX_STEPS {
+            let known = (lanes.len(), threads.len());
+            for at in 1..self.tokens.len() {
+                let plain = self.token(at) == Some("=") && self.token(at + 1) != Some("=") && self.is_word(at - 1);
+                let Some(name) = self.token(at - 1).filter(|_| plain) else { continue };
+                let value = (at + 1..self.tokens.len()).map_while(|at| self.token(at).filter(|word| *word != ";"));
+                let value: SmallVec<[&str; 16]> = value.take(MAX_VALUE).collect();
+                let of = |words: &HashSet<&str>| value.iter().any(|word| words.contains(word));
+                // What is made of a thread's number alone tells lanes apart, but a quotient of it does not.
+                let numbers = of(&threads);
+                let others = value.iter().any(|word| lanes.contains(word) && !threads.contains(word));
+                if others || (numbers && value.contains(&"%")) {
+                    lanes.insert(name);
+                } else if numbers && !value.contains(&"/") {
+                    lanes.insert(name);
+                    threads.insert(name);
+                }
+            }
+            if known == (lanes.len(), threads.len()) {
+                return Some(lanes);
+            }
+        }
+        None
     }
 
     /// The arrays that the statements between two tokens read and assign to, without those of the lane itself. Adding to
@@ -384,6 +498,55 @@ mod tests {
             )
         };
         assert_eq!(for_host(&program("")).unwrap(), program(" __syncwarp();"));
+    }
+
+    #[test]
+    fn no_barrier_is_put_where_lanes_have_parted_or_in_the_middle_of_a_statement() {
+        let program = |body: &str| {
+            format!(
+                "__device__ void f(float* x) {{ x[0] *= 2; }}\n__device__ int get(int n) {{ return n; }}\n\
+                 __global__ void k(float* x, int n) {{\n\
+                 int t_idx = blockIdx.x * blockDim.x + threadIdx.x; int warp = t_idx / 32; int lane = t_idx % 32;\n\
+                 int half = lane / 16; float mine = x[lane];\n{body}\n}}"
+            )
+        };
+        for same in [
+            "if (lane_id >= 16) { f(x); }",
+            "if (threadIdx.x >= 16) { f(x); }",
+            "if (t_idx >= 16) { f(x); }",
+            "if (half) { f(x); }",
+            "if (mine > 0) { { f(x); } }",
+            "for (int i = lane; i < n; i += 32) { f(x); }",
+            "for (int i = 0; i < n; i++) { if (warp) { while (i < lane) { f(x); } } }",
+            "if (n) { } else if (lane) { f(x); }",
+            "if (lane) { } else { f(x); }",
+            "if (lane) { } else if (n) { f(x); }",
+            "if (lane) { } else if (n) { } else { f(x); }",
+            "if (lane) for (int i = 0; i < n; i++) { f(x); }",
+            "if (lane) while (n) if (n) { f(x); }",
+            "if (lane) x[0] = 1; else { f(x); }",
+            "do { f(x); } while (get(lane));",
+            "do f(x); while (n);",
+            "if (n) f(x); else f(x);",
+            "for (int i = get(n); i < get(9); i++) x[i] = 0;",
+            "for (f(x); get(n); f(x)) ;",
+            "int v = get(n); v = get(v); return get(v);",
+            "switch (lane) { case 1: f(x); }",
+            "float r[3]; if(lane_id < 16) { r[0] = x[lane_id * 3]; } if (lane >= 16) { if(lane_id < 20) { x[lane_id] = r[0]; } }",
+        ] {
+            let program = program(same);
+            assert_eq!(for_host(&program).unwrap(), program);
+        }
+        for (before, after) in [
+            ("if (n > 16) { f(x); }", "if (n > 16) { f(x); __syncwarp(); }"),
+            ("if (warp) { f(x); } else { f(x); }", "if (warp) { f(x); __syncwarp(); } else { f(x); __syncwarp(); }"),
+            ("for (int i = warp; i < n; i++) { f(x); }", "for (int i = warp; i < n; i++) { f(x); __syncwarp(); }"),
+            ("if (lane) { x[0] = 1; }\nf(x);", "if (lane) { x[0] = 1; }\nf(x); __syncwarp();"),
+            ("MACRO(lane) if (n) { f(x); }", "MACRO(lane) if (n) { f(x); __syncwarp(); }"),
+            ("#define N 3\nf(x);", "#define N 3\nf(x); __syncwarp();"),
+        ] {
+            assert_eq!(for_host(&program(before)).unwrap(), program(after));
+        }
     }
 
     #[test]
