@@ -36,15 +36,23 @@ static GLOBAL: OnceLock<Result<Runtime>> = OnceLock::new();
 /// That of the host platform, beside it.
 #[cfg(feature = "host")]
 static HOST: OnceLock<Result<Runtime>> = OnceLock::new();
-/// Options that the program set before the runtime started.
-static OPTIONS: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
+/// Options that the program set before the runtime started; `None` once it has read them.
+static OPTIONS: Mutex<Option<Vec<(String, String)>>> = Mutex::new(Some(Vec::new()));
 
-/// Bundles and a listener that the program gave before the runtime started.
-static WAITING: Mutex<(Vec<Bundle>, Option<Listener>)> = Mutex::new((Vec::new(), None));
+/// What the program gave and the runtime has not taken yet.
+static WAITING: Mutex<Waiting> = Mutex::new(Waiting { bundles: Vec::new(), asked: false, listener: None });
+
+#[derive(Default)]
+struct Waiting {
+    bundles: Vec<Bundle>,
+    /// Whether a listener, or none, was asked for.
+    asked: bool,
+    listener: Option<Listener>,
+}
 
 /// Uses a bundle in the process's runtime, for all platforms, now or as soon as it starts. This does not start it.
 pub fn load_bundle(bundle: Bundle) {
-    lock(&WAITING).0.push(bundle);
+    lock(&WAITING).bundles.push(bundle);
     if let Some(Ok(runtime)) = GLOBAL.get() {
         runtime.take_waiting();
     }
@@ -52,9 +60,15 @@ pub fn load_bundle(bundle: Bundle) {
 
 /// Tells a listener what happens to each unit in the process's runtime, see [`Runtime::set_progress`].
 pub fn set_progress(listener: Option<Listener>) {
-    match GLOBAL.get() {
-        Some(Ok(runtime)) => runtime.set_progress(listener),
-        _ => lock(&WAITING).1 = listener,
+    // Always by this way, so that of two listeners the later one stays.
+    let old = {
+        let mut waiting = lock(&WAITING);
+        waiting.asked = true;
+        std::mem::replace(&mut waiting.listener, listener)
+    };
+    drop(old);
+    if let Some(Ok(runtime)) = GLOBAL.get() {
+        runtime.take_waiting();
     }
 }
 
@@ -64,13 +78,14 @@ pub fn set_progress(listener: Option<Listener>) {
 /// The runtime has started, the key is unknown, or the value cannot be.
 pub fn configure(key: &str, value: &str) -> Result<()> {
     Config::default().set(key, value)?;
-    let mut options = lock(&OPTIONS);
-    if GLOBAL.get().is_some() {
-        return Err(Error::precondition(format!(
-            "option `{key}` was set after the runtime had started; set options before the first model is compiled"
-        )));
+    match (&mut *lock(&OPTIONS), GLOBAL.get()) {
+        (Some(options), None) => options.push((key.to_owned(), value.to_owned())),
+        _ => {
+            return Err(Error::precondition(format!(
+                "option `{key}` was set after the runtime had started; set options before the first model is compiled"
+            )));
+        }
     }
-    options.push((key.to_owned(), value.to_owned()));
     Ok(())
 }
 
@@ -101,9 +116,10 @@ impl Runtime {
     fn start() -> Result<&'static Self> {
         let runtime = GLOBAL
             .get_or_init(|| {
+                let options = lock(&OPTIONS).take().unwrap_or_default();
                 let mut config = Config::from_environment()?;
-                for (key, value) in lock(&OPTIONS).iter() {
-                    config.set(key, value)?;
+                for (key, value) in options {
+                    config.set(&key, &value)?;
                 }
                 let compiler = Arc::new(NvrtcCompiler::new(config.nvrtc.clone()));
                 Ok(Self::new(config, Box::new(Cuda::default()), compiler))
@@ -116,12 +132,14 @@ impl Runtime {
     }
 
     fn take_waiting(&self) {
-        let (bundles, listener) = std::mem::take(&mut *lock(&WAITING));
+        let mut waiting = lock(&WAITING);
+        let Waiting { bundles, asked, listener } = std::mem::take(&mut *waiting);
+        // Under the lock, in the order in which they were asked for; what the old one drops is dropped after it.
+        let old = asked.then(|| self.images.set_listener(listener));
+        drop(waiting);
+        drop(old);
         for bundle in bundles {
             self.load_bundle(bundle);
-        }
-        if listener.is_some() {
-            self.set_progress(listener);
         }
     }
 
@@ -224,7 +242,7 @@ impl Runtime {
     /// Tells a listener what happens to each unit from now on, on every platform; `None` tells nobody. One listener at a
     /// time.
     pub fn set_progress(&self, listener: Option<Listener>) {
-        self.images.set_listener(listener);
+        drop(self.images.set_listener(listener));
     }
 
     /// The counters now.

@@ -16,8 +16,8 @@ use common::*;
 use oeq_native::Runtime;
 use oeq_native::config::Config;
 
-/// The stand-in compiler's images have about nine bytes, so this keeps a dozen.
-const KEEP: u64 = 100;
+/// A kernel of these tests takes some 1,200 bytes, most of it its payload and the source in that, so this keeps a dozen.
+const KEEP: u64 = 15_000;
 
 /// One test at a time: they count what is alive in the process.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -72,6 +72,67 @@ fn unused_kernels_are_kept_up_to_the_limit_and_used_ones_always() {
     // While a kernel is used it does not count as kept, and letting it go pushes nothing out twice.
     drop(used);
     eventually("keeping no more than the limit", || runtime.kernels() <= 14);
+}
+
+#[test]
+fn kernels_that_were_never_compiled_or_compile_too_late_count_as_well() {
+    let _alone = ALONE.lock().unwrap();
+    let world = world();
+    let runtime = Runtime::global().unwrap();
+    let modules = || world.loads.load(Ordering::SeqCst) - world.unloads.load(Ordering::SeqCst);
+    let instantiate = |payload: &str| site(payload).instantiate("tp_forward", true).unwrap();
+    // Instantiated and gone, most before the compiler has come to them.
+    for number in 0..200 {
+        instantiate(&payload(4000 + number));
+    }
+    eventually("dropping what nobody waited for", || runtime.kernels() <= 14);
+    // And those whose compilation fails.
+    world.failing.lock().unwrap().push("hopeless".to_owned());
+    for number in 0..100 {
+        let payload = PayloadSpec { mark: &format!("hopeless {number}"), ..PayloadSpec::default() }.json();
+        assert!(site(&payload).run("tp_forward").is_err());
+    }
+    world.failing.lock().unwrap().clear();
+    eventually("dropping what failed", || runtime.kernels() <= 14);
+    eventually("unloading their modules", || modules() <= 14);
+}
+
+#[test]
+fn what_a_command_buffer_holds_of_calls_without_state_stays_loaded() {
+    let _alone = ALONE.lock().unwrap();
+    let world = world();
+    let modules = || world.loads.load(Ordering::SeqCst) - world.unloads.load(Ordering::SeqCst);
+    let run = |number: usize| {
+        // On a thread that ends: what it kept of its calls goes with it.
+        std::thread::spawn(move || {
+            let handler = oeq_native::registry::table().unwrap().find("tp_forward").unwrap().stateless;
+            site(&payload(number)).frame(true, |frame| {
+                frame.stage = oeq_native::xla::ffi::stage::EXECUTE;
+                // SAFETY: the frame and what it points to live through the closure.
+                answer(unsafe { handler(frame) }).unwrap();
+            });
+        })
+        .join()
+        .unwrap();
+    };
+    let push_out = |from: usize| (from..from + 30).for_each(|number| site(&payload(number)).run("tp_forward").unwrap());
+    // Not captured: its module goes when others have pushed it out.
+    let loads = || world.loads.load(Ordering::SeqCst);
+    run(5000);
+    push_out(5100);
+    eventually("unloading", || modules() <= 14);
+    let before = loads();
+    run(5000);
+    assert_eq!(loads(), before + 1, "it was gone");
+    // Captured: it stays.
+    world.capturing.store(true, Ordering::SeqCst);
+    run(5001);
+    world.capturing.store(false, Ordering::SeqCst);
+    push_out(5200);
+    eventually("unloading", || modules() <= 15);
+    let before = loads();
+    run(5001);
+    assert_eq!(loads(), before, "it was unloaded under a command buffer");
 }
 
 #[test]

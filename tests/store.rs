@@ -14,6 +14,7 @@ use std::borrow::Cow;
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write as _};
+use std::os::fd::FromRawFd as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -340,7 +341,7 @@ fn every_damaged_entry_is_set_aside_reported_once_and_compiled_once() {
     // Magic, length and digest are right, the image in it has another format version.
     let newer = {
         let mut body = good[48..].to_vec();
-        body[0] = 2;
+        body[0] += 1;
         [&good[..16], &digest(&body), &body].concat()
     };
     let faults: Vec<(&str, Vec<u8>)> = vec![
@@ -649,6 +650,7 @@ fn finish(child: Child) -> String {
     let output = child.wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}\n{told}", output.status);
+    assert!(told.contains("1 passed"), "the child ran no test\n{told}");
     told
 }
 
@@ -809,6 +811,50 @@ fn a_holder_that_never_ends_is_not_waited_for_for_ever() {
     assert_eq!((world.compiled(), world.stats().store_waits), (1, 1));
     assert_eq!(*steps.lock().unwrap(), [Step::Elsewhere, Step::Compiling, Step::Compiled]);
     row("a holder that is stopped and never ends", "waited for so long as allowed, then compiled here");
+}
+
+/// A second descriptor of an open file that shares its lock, as a child has after a fork.
+fn as_after_a_fork(path: &Path) -> File {
+    let descriptors = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
+    let of_file = |link: &PathBuf| fs::read_link(link).is_ok_and(|file| file == path);
+    let number = descriptors.into_iter().find(of_file).expect("the lock's file is open");
+    let number: i32 = number.file_name().unwrap().to_str().unwrap().parse().unwrap();
+    // SAFETY: the descriptor is open, and the copy is owned by what is made of it.
+    unsafe { File::from_raw_fd(libc::dup(number)) }
+}
+
+#[test]
+fn a_child_that_was_forked_meanwhile_and_lives_on_delays_nobody() {
+    let tree = Tree::new("forked");
+    let root = fs::canonicalize(&tree.0).unwrap();
+    let store = Store::new(&root, LIMIT, Arc::<Counters>::default());
+    let held = || {
+        let Locked::Held(hold) = store.lock(&key_of("one"), (13, 0), false) else { panic!("not locked") };
+        let file = entries(&root, "locks").remove(0);
+        (hold, as_after_a_fork(&file), file)
+    };
+    // Done: who has waited goes on at once.
+    let (hold, child, _) = held();
+    let begin = Instant::now();
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| matches!(store.lock(&key_of("one"), (13, 0), true), Locked::Held(_)));
+        thread::sleep(Duration::from_millis(100));
+        assert!(!waiter.is_finished());
+        drop(hold);
+        assert!(waiter.join().unwrap());
+    });
+    drop(child);
+    // The name is gone but the lock is not: a holder that could not give it back.
+    let (hold, child, file) = held();
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| matches!(store.lock(&key_of("one"), (13, 0), true), Locked::Held(_)));
+        thread::sleep(Duration::from_millis(100));
+        fs::remove_file(&file).unwrap();
+        assert!(waiter.join().unwrap());
+    });
+    drop((hold, child));
+    assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+    row("a process forks while it compiles, the child lives on", "nobody waits for the child");
 }
 
 #[test]

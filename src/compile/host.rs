@@ -11,14 +11,13 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
 use super::{Architecture, Compiler, CompilerIdentity, Image, Program, exit};
 use crate::error::{Code, Error, Result};
 use crate::source::host::for_host;
-use crate::sync::lock;
+use crate::sync::OfProcess;
 
 /// The built-ins of CUDA that payloads use.
 const HEADER: &str = include_str!("../../kernels/host/oeq_host.h");
@@ -94,32 +93,33 @@ impl Found {
 #[derive(Debug)]
 pub struct HostCompiler {
     explicit: Option<PathBuf>,
-    found: Mutex<Option<Found>>,
+    found: OfProcess<Option<Found>>,
 }
 
 impl HostCompiler {
     /// A compiler that uses `explicit`, a path or a name in `PATH`, or searches for one.
     #[must_use]
     pub fn new(explicit: Option<PathBuf>) -> Self {
-        Self { explicit, found: Mutex::new(None) }
+        Self { explicit, found: OfProcess::default() }
     }
 
     fn compiler(&self) -> Result<Found> {
-        let mut found = lock(&self.found);
-        if let Some(found) = &*found {
-            return Ok(found.clone());
-        }
-        let new = match &self.explicit {
-            Some(explicit) => find(explicit.as_os_str()).map_err(|reason| {
-                Error::precondition(format!(
-                    "{}, given as OEQ_CXX, is no usable C++ compiler: {reason}\n{INSTALL}",
-                    explicit.display()
-                ))
-            }),
-            None => everywhere(),
-        }?;
-        log::info!("oeq-native: C++ compiler {} ({})", new.path.display(), new.version);
-        Ok(found.insert(new).clone())
+        self.found.with(|found| {
+            if let Some(found) = found {
+                return Ok(found.clone());
+            }
+            let new = match &self.explicit {
+                Some(explicit) => find(explicit.as_os_str()).map_err(|reason| {
+                    Error::precondition(format!(
+                        "{}, given as OEQ_CXX, is no usable C++ compiler: {reason}\n{INSTALL}",
+                        explicit.display()
+                    ))
+                }),
+                None => everywhere(),
+            }?;
+            log::info!("oeq-native: C++ compiler {} ({})", new.path.display(), new.version);
+            Ok(found.insert(new).clone())
+        })
     }
 }
 
@@ -315,7 +315,6 @@ impl Compiler for HostCompiler {
 
     fn identified(&self) -> Option<CompilerIdentity> {
         // Not worth waiting for whoever is looking for it.
-        let found = self.found.try_lock().ok()?;
-        found.as_ref().map(Found::identity)
+        self.found.try_with(|found| found.as_ref().map(Found::identity))?
     }
 }

@@ -153,9 +153,9 @@ impl Images {
         self.shared.added.write().unwrap_or_else(PoisonError::into_inner).push(bundle);
     }
 
-    /// Tells this listener and no other, or nobody.
-    pub fn set_listener(&self, listener: Option<Listener>) {
-        self.shared.bell.set(listener);
+    /// Tells this listener and no other, or nobody. Answers the one before.
+    pub fn set_listener(&self, listener: Option<Listener>) -> Option<Listener> {
+        self.shared.bell.set(listener)
     }
 
     /// Says that a unit waits for a thread.

@@ -37,7 +37,7 @@ pub use progress::{Progress, Step};
 pub use target::Target;
 
 use crate::error::{Code, Error, Result};
-use crate::sync::lock;
+use crate::sync::{OfProcess, lock};
 
 /// Something that turns a program into an image. Called from several threads at a time.
 pub trait Compiler: Send + Sync {
@@ -79,14 +79,14 @@ pub trait Compiler: Send + Sync {
 #[derive(Debug)]
 pub struct NvrtcCompiler {
     explicit: Option<PathBuf>,
-    library: Mutex<Option<Arc<Nvrtc>>>,
+    library: OfProcess<Option<Arc<Nvrtc>>>,
 }
 
 impl NvrtcCompiler {
     /// A compiler that uses the library at `explicit`, or searches for one.
     #[must_use]
     pub fn new(explicit: Option<PathBuf>) -> Self {
-        Self { explicit, library: Mutex::new(None) }
+        Self { explicit, library: OfProcess::default() }
     }
 
     /// The library.
@@ -94,15 +94,16 @@ impl NvrtcCompiler {
     /// # Errors
     /// None was found; the text lists what was tried.
     pub fn library(&self) -> Result<Arc<Nvrtc>> {
-        let mut library = lock(&self.library);
-        if let Some(found) = &*library {
-            return Ok(Arc::clone(found));
-        }
-        let found = Arc::new(Nvrtc::find(self.explicit.as_deref())?);
-        let (major, minor) = found.version();
-        log::info!("oeq-native: NVRTC {major}.{minor} at {}", found.path().display());
-        *library = Some(Arc::clone(&found));
-        Ok(found)
+        self.library.with(|library| {
+            if let Some(found) = library {
+                return Ok(Arc::clone(found));
+            }
+            let found = Arc::new(Nvrtc::find(self.explicit.as_deref())?);
+            let (major, minor) = found.version();
+            log::info!("oeq-native: NVRTC {major}.{minor} at {}", found.path().display());
+            *library = Some(Arc::clone(&found));
+            Ok(found)
+        })
     }
 }
 
@@ -125,8 +126,7 @@ impl Compiler for NvrtcCompiler {
 
     fn identified(&self) -> Option<CompilerIdentity> {
         // Not worth waiting for whoever is opening it.
-        let library = self.library.try_lock().ok()?;
-        library.as_deref().map(identity)
+        self.library.try_with(|library| library.as_deref().map(identity))?
     }
 }
 

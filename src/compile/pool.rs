@@ -207,7 +207,8 @@ impl Pool {
                 log::debug!("oeq-native: staying with {} compiler threads: {error}", state.workers);
             }
         }
-        let first = state.queue.is_empty() && state.running.is_empty();
+        // What weighs nothing is no compilation.
+        let first = state.load().total == 0;
         state.pace.arrived(Instant::now(), first);
         state.queue.insert(ticket.rank(), Waiting { weight, job });
         drop(state);

@@ -68,7 +68,7 @@ pub struct Progress<'a> {
 }
 
 /// Who is told. Called from compile threads, several at a time, and from the threads on which XLA calls; it must be quick
-/// and must not call into this library.
+/// and must not call into this library. Calls that have begun may still run when another has taken its place.
 pub type Listener = Arc<dyn Fn(&Progress<'_>) + Send + Sync>;
 
 /// The listener, if there is one.
@@ -82,8 +82,9 @@ impl fmt::Debug for Bell {
 }
 
 impl Bell {
-    pub(crate) fn set(&self, listener: Option<Listener>) {
-        self.0.store(listener.map(|listener| Arc::new(Box::new(listener))));
+    pub(crate) fn set(&self, listener: Option<Listener>) -> Option<Listener> {
+        let old = self.0.swap(listener.map(|listener| Arc::new(Box::new(listener))));
+        old.map(|old| Listener::clone(&old))
     }
 
     /// Tells the listener and the log. A listener that panics has missed an event, nothing more.

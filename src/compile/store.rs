@@ -31,7 +31,7 @@ use super::codec::{Reader, Stored};
 use super::key::{Key, digest};
 use crate::error::{Error, Result};
 use crate::stats::{Counters, bump};
-use crate::sync::lock;
+use crate::sync::{OfProcess, lock};
 
 /// What every entry begins with.
 const MAGIC: [u8; 8] = *b"OEQIMAGE";
@@ -194,7 +194,7 @@ pub struct Store {
     /// Entries that are bad and could not be moved away.
     bad: Mutex<HashSet<PathBuf>>,
     /// Bytes in the store, once they were counted.
-    total: Mutex<Option<u64>>,
+    total: OfProcess<Option<u64>>,
     memory_only: AtomicBool,
     warned: AtomicBool,
     writes: AtomicU64,
@@ -215,6 +215,12 @@ pub enum Locked {
     Busy,
     /// There is no lock to be had, or no sense in waiting for it. Compile, and do not wait for anybody.
     Without,
+}
+
+/// Whether a name is that of an open file.
+fn leads_to(path: &Path, file: &File) -> io::Result<bool> {
+    let (own, named) = (file.metadata()?, fs::metadata(path));
+    Ok(named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())))
 }
 
 /// A lock that is held. Dropped, it is free, and its file is gone.
@@ -241,6 +247,8 @@ impl Drop for Hold {
     fn drop(&mut self) {
         // Removed while the lock is held: whoever opened the file before sees that its name leads elsewhere now.
         let _ = self.files.remove(&self.path);
+        // Closing the file does not do where the process has forked: a child that lives on has it open, too.
+        let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
@@ -267,7 +275,7 @@ impl Store {
             patience,
             counters,
             bad: Mutex::default(),
-            total: Mutex::default(),
+            total: OfProcess::default(),
             memory_only: AtomicBool::new(false),
             warned: AtomicBool::new(false),
             writes: AtomicU64::new(0),
@@ -464,12 +472,13 @@ impl Store {
 
     /// Counts what was written, and removes what was used least recently where there is too much.
     fn grow(&self, by: u64, newest: &Path) {
-        let mut total = lock(&self.total);
-        let sum = match *total {
-            Some(known) => known + by,
-            None => self.everything().iter().map(|file| file.size).sum(),
-        };
-        *total = Some(if sum > self.limit { self.evict(newest) } else { sum });
+        self.total.with(|total| {
+            let sum = match *total {
+                Some(known) => known + by,
+                None => self.everything().iter().map(|file| file.size).sum(),
+            };
+            *total = Some(if sum > self.limit { self.evict(newest) } else { sum });
+        });
     }
 
     /// Every file that counts.
@@ -535,6 +544,10 @@ impl Store {
             };
             let mut waited = false;
             while !self.files.try_lock(&file)? {
+                // Whoever holds a file without a name is done with it, or was, when it forked.
+                if waited && !leads_to(path, &file)? {
+                    break;
+                }
                 if !wait {
                     return Ok(Locked::Busy);
                 }
@@ -552,8 +565,7 @@ impl Store {
                 return Ok(Locked::Without);
             }
             // The name may lead to another file by now: the one before us removed it. Then ours is nobody's lock.
-            let (own, named) = (file.metadata()?, fs::metadata(path));
-            if named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())) {
+            if leads_to(path, &file)? {
                 file.set_len(0)?;
                 file.rewind()?;
                 return Ok(Locked::Held(Hold { file, path: path.to_owned(), files: Arc::clone(&self.files) }));

@@ -573,6 +573,11 @@ impl Driver for Cuda {
         }
         Ok(())
     }
+
+    #[inline]
+    unsafe fn is_capturing(&self, ordinal: u32, stream: Stream) -> bool {
+        self.enter(ordinal).map_or(true, |_current| replay::is_capturing(stream.0.cast()))
+    }
 }
 
 /// Two events on the default stream, for timing from Python.

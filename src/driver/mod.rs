@@ -112,4 +112,13 @@ pub trait Driver: Send + Sync {
     /// The stream is alive and belongs to the device; functions come from modules loaded on it that outlive the work;
     /// every address is valid for what the kernels do with it, and parameters match the kernels' own.
     unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()>;
+
+    /// Whether what is enqueued on a stream now goes into a graph that somebody may run later, or cannot tell.
+    ///
+    /// # Safety
+    /// The stream is alive and belongs to the device.
+    unsafe fn is_capturing(&self, ordinal: u32, stream: Stream) -> bool {
+        let _ = (ordinal, stream);
+        false
+    }
 }

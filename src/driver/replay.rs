@@ -10,6 +10,7 @@
 //!   themselves, and once they have them the call comes no more.
 //! * A graph belongs to one stream and is used by one thread at a time. Whoever comes with another stream, or finds it in
 //!   use, launches; nobody waits. It moves when only the other stream comes any more.
+//! * Making one, once for each site, may wait for what runs on the device: now and then the driver gets memory for graphs.
 //! * Whatever goes wrong with a graph costs the graph, never the call, which is then made of launches.
 
 use std::cell::UnsafeCell;
@@ -207,7 +208,7 @@ fn give_up(stage: &mut Stage, error: &Error) {
 
 /// Whether a stream is being captured, or cannot tell.
 #[inline]
-fn is_capturing(stream: CUstream) -> bool {
+pub(super) fn is_capturing(stream: CUstream) -> bool {
     let mut status = 0;
     // SAFETY: the stream is alive by the contract of `enqueue`; the driver writes one int.
     let answer = unsafe { cuStreamIsCapturing(stream, &raw mut status) };

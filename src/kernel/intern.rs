@@ -89,7 +89,7 @@ impl Buckets {
     }
 }
 
-/// Records that no call site uses, the most recently used last, and the bytes of their images.
+/// Records that no call site uses, the most recently used last, and the bytes that each holds.
 #[derive(Debug, Default)]
 struct Kept {
     list: VecDeque<(Arc<Record>, u64)>,
@@ -110,16 +110,24 @@ impl Kept {
 pub struct Interner {
     buckets: Mutex<Buckets>,
     kept: Mutex<Kept>,
+    /// Those that somebody else's graph may hold, for the life of the process.
+    pinned: Mutex<Vec<Arc<Record>>>,
     keep_bytes: u64,
     pool: Arc<Pool>,
 }
 
 impl Interner {
-    /// An interner that keeps unused records of up to `keep_bytes` of images. What it drops, the pool's threads drop.
+    /// An interner that keeps unused records of up to `keep_bytes`. What it drops, the pool's threads drop.
     #[must_use]
     pub fn new(keep_bytes: u64, pool: Arc<Pool>) -> Arc<Self> {
         let buckets = Buckets { map: HashMap::default(), sweep_at: FIRST_SWEEP };
-        Arc::new(Self { buckets: Mutex::new(buckets), kept: Mutex::default(), keep_bytes, pool })
+        Arc::new(Self {
+            buckets: Mutex::new(buckets),
+            kept: Mutex::default(),
+            pinned: Mutex::default(),
+            keep_bytes,
+            pool,
+        })
     }
 
     /// The record of a payload, made if it is new.
@@ -173,9 +181,14 @@ impl Interner {
         drop(lock(&self.kept).take(record));
     }
 
-    /// The last call site of a record is gone.
+    /// Keeps a record as long as the process.
+    pub(super) fn pin(&self, record: &Arc<Record>) {
+        lock(&self.pinned).push(Arc::clone(record));
+    }
+
+    /// The last call site of a record is gone, or one that has none has grown.
     pub(super) fn unused(&self, record: &Arc<Record>) {
-        let bytes = record.image_bytes();
+        let bytes = record.bytes();
         let mut kept = lock(&self.kept);
         let again = kept.take(record);
         kept.list.push_back((Arc::clone(record), bytes));
@@ -190,7 +203,7 @@ impl Interner {
         drop(again);
         if !gone.is_empty() {
             // Where no thread can be had, the job comes back and is dropped here, with what it holds.
-            drop(self.pool.submit(u64::MAX, Box::new(move || drop(gone))));
+            drop(self.pool.submit(0, Box::new(move || drop(gone))));
         }
     }
 

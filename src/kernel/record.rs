@@ -4,7 +4,7 @@
 //! A launcher holds everything that a call of one derivative order needs on one device. Once made it is found without a
 //! lock: one `arc-swap` load and an index. Making it takes locks, and may compile and load.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
@@ -70,6 +70,9 @@ pub struct Record {
     launchers: [ArcSwap<ByOrdinal>; MAX_ORDERS],
     /// Call sites that use it.
     uses: AtomicUsize,
+    /// Of the images that were compiled.
+    image_bytes: AtomicU64,
+    pinned: AtomicBool,
     home: Weak<Interner>,
 }
 
@@ -93,6 +96,8 @@ impl Record {
             modules: Mutex::default(),
             launchers: std::array::from_fn(|_| ArcSwap::from_pointee(Vec::new())),
             uses: AtomicUsize::new(0),
+            image_bytes: AtomicU64::new(0),
+            pinned: AtomicBool::new(false),
             home,
         }
     }
@@ -115,11 +120,27 @@ impl Record {
         }
     }
 
-    /// Bytes of the images that it holds.
-    pub(super) fn image_bytes(&self) -> u64 {
-        let artifacts = lock(&self.artifacts);
-        let images = artifacts.iter().filter_map(|(_, _, artifact)| artifact.peek()?.ok());
-        images.map(|image| image.code.len() as u64).sum()
+    /// Bytes that it holds: the payload, its source and the images.
+    pub(super) fn bytes(&self) -> u64 {
+        let text = self.identity.bytes() + self.plan.source.len();
+        text as u64 + self.image_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Whether [`Self::pin`] was called.
+    #[inline]
+    pub fn is_pinned(&self) -> bool {
+        self.pinned.load(Ordering::Relaxed)
+    }
+
+    /// Keeps the record, and so its loaded functions, as long as the process: somebody who never says when it is done with
+    /// them holds them in a graph.
+    #[cold]
+    pub fn pin(self: &Arc<Self>) {
+        if !self.pinned.swap(true, Ordering::Relaxed) {
+            if let Some(home) = self.home.upgrade() {
+                home.pin(self);
+            }
+        }
     }
 
     /// The kernel's family.
@@ -219,7 +240,7 @@ impl Record {
     }
 
     fn obtain(
-        &self,
+        self: &Arc<Self>,
         images: &Images,
         unit: UnitIndex,
         target: Target,
@@ -239,6 +260,13 @@ impl Record {
         let outcome = images.obtain(&request, may_defer)?;
         Some(outcome.map(|stored| {
             lock(&self.compilers).push((stored.key, stored.compiler));
+            self.image_bytes.fetch_add(stored.image.code.len() as u64, Ordering::Relaxed);
+            // Nobody may have waited for it. What is kept is measured anew, so that what comes late counts, too.
+            if self.uses.load(Ordering::Acquire) == 0 {
+                if let Some(home) = self.home.upgrade() {
+                    home.unused(self);
+                }
+            }
             stored.image
         }))
     }

@@ -4,7 +4,7 @@
 //! execute resolves everything by itself, and has run the kernels when it returns: on the thread on which XLA calls, and on
 //! those that XLA lends to the call. The CPU is one device, whatever ordinal XLA gives to its share of it.
 //!
-//! Older exports have deterministic convolutions write scratch to an operand. On a GPU that is safe, because calls are on one
+//! Older exports have deterministic convolutions write scratch to an operand. On a GPU that is safe while calls are on one
 //! stream. Here XLA runs calls side by side that it has given one and the same operand, so each writes to memory of its own.
 
 use std::cell::{Cell, RefCell};

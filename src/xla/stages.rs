@@ -221,6 +221,16 @@ pub(super) unsafe fn execute_state(
     unsafe { state.execute(call.runtime, call.ordinal, stream, prepared, &addresses(frame)) }
 }
 
+/// Whether what a call enqueues goes into a graph.
+///
+/// # Safety
+/// The stream is the call's.
+#[inline]
+pub(super) unsafe fn is_captured(call: &Call<'_>, stream: Stream) -> bool {
+    // SAFETY: by this function's contract; XLA's stream and ordinal belong together.
+    unsafe { call.runtime.driver.is_capturing(call.ordinal, stream) }
+}
+
 /// Why there is no stream: usually because there is no GPU, which is the more useful thing to say.
 #[cold]
 pub(super) fn no_stream(runtime: &Runtime, error: &Error) -> Error {

@@ -144,7 +144,13 @@ pub(super) fn execute_kept<T: Target>(
 unsafe fn run(call: &Call<'_>, frame: &Frame<'_>, state: &CallState, stream: Stream) -> Result<()> {
     let prepared = stages::prepared(frame, state)?;
     // SAFETY: by this function's contract.
-    unsafe { stages::execute_state(call, frame, state, prepared, stream) }
+    unsafe { stages::execute_state(call, frame, state, prepared, stream)? };
+    // A command buffer holds the kernel as long as an executable whose end is never told here.
+    // SAFETY: as above.
+    if !state.record().is_pinned() && unsafe { stages::is_captured(call, stream) } {
+        state.record().pin();
+    }
+    Ok(())
 }
 
 /// The payload and the order of a call whose payload is one text. `None` for the rest: what is wrong, and the dictionaries

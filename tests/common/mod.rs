@@ -667,6 +667,8 @@ pub struct World {
     pub panicking: Mutex<Vec<String>>,
     /// Whether enqueue keeps notes (notes allocate).
     pub silent: std::sync::atomic::AtomicBool,
+    /// Whether streams are being captured.
+    pub capturing: std::sync::atomic::AtomicBool,
     pub loads: AtomicU64,
     pub unloads: AtomicU64,
     /// Function handle to (entry, image).
@@ -723,6 +725,10 @@ impl Driver for FakeDriver {
             handles.push(Function(handle));
         }
         Ok(Box::new(FakeModule(handles, Arc::clone(&self.0))))
+    }
+
+    unsafe fn is_capturing(&self, _ordinal: u32, _stream: Stream) -> bool {
+        self.0.capturing.load(Ordering::Relaxed)
     }
 
     unsafe fn enqueue(&self, ordinal: u32, stream: Stream, work: &Work<'_>) -> Result<()> {
