@@ -13,7 +13,9 @@
 #   lib/cmake/oeq_native/*.cmake                find_package(oeq_native): oeq_native::shared, ::static, ::object
 #
 # The prefix is /usr/local by default. The installed files find each other: the prefix may be moved as a whole.
+# Folders that are not absolute are seen from where the script is called.
 set -euo pipefail
+from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 prefix=/usr/local
 destination=
@@ -29,6 +31,8 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+absolute() { case $1 in /* | "") echo "$1" ;; *) echo "$from/$1" ;; esac; }
+destination=$(absolute "$destination") prefix=$(absolute "$prefix")
 [ "$(uname -s)" = Linux ] || { echo "error: install.sh is for Linux" >&2; exit 1; }
 folder=$profile
 [ "$profile" = dev ] && folder=debug

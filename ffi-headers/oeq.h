@@ -164,8 +164,8 @@ OEQ_EXPORT struct XLA_FFI_Error* oeq_execute_tp_forward(struct XLA_FFI_CallFrame
 /* ---- Configuration and statistics --------------------------------------------------------------------------------- */
 
 /* Sets one option before the library's first use of it. Keys are those of the OEQ_* environment variables, lower case
- * and without the prefix ("compile_threads", "nvrtc", "cxx"); a value set here wins over the environment. FAILED_PRECONDITION
- * once the option is in use. */
+ * and without the prefix ("compile_threads", "nvrtc", "cxx"), but for OEQ_LOG and OEQ_DEVICE, which are variables only; a
+ * value set here wins over the environment. FAILED_PRECONDITION once the option is in use. */
 OEQ_EXPORT OeqStatus oeq_configure(const char* key, const char* value);
 
 /* Counters since the process began. */
@@ -222,13 +222,15 @@ typedef struct OeqProgress {
 } OeqProgress;
 
 /* Calls back for each step of each unit, from any thread and from several at once. The callback must be quick and must
- * not call into this library. NULL ends it. */
+ * not call into this library. NULL ends it; calls that have begun may still run when this returns, so `user` must outlive
+ * them. */
 typedef void (*OeqProgressCallback)(const OeqProgress* progress, void* user);
 OEQ_EXPORT OeqStatus oeq_set_progress(OeqProgressCallback callback, void* user);
 
 /* Sends the library's log lines to the host: level 1 is an error, 2 a warning, 3 information, 4 and 5 are for debugging.
- * OEQ_LOG (off, error, warn, info, debug, trace; default warn) says how many. From any thread. NULL ends it. Without a
- * logger nothing is written anywhere. ALREADY_EXISTS in a Rust program with a logger of its own, which gets the lines. */
+ * OEQ_LOG (off, error, warn, info, debug, trace; default warn) says how many. From any thread, also from within calls of
+ * this library: the callback must not call into it. NULL ends it; calls that have begun may still run when this returns, so
+ * `user` must outlive them. Without a logger nothing is written anywhere. ALREADY_EXISTS in a Rust program with a logger of its own, which gets the lines. */
 typedef void (*OeqLogCallback)(int32_t level, const char* line, void* user);
 OEQ_EXPORT OeqStatus oeq_set_logger(OeqLogCallback callback, void* user);
 

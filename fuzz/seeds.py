@@ -1,4 +1,4 @@
-"""Writes seeds for the fuzz targets to fuzz/corpus: a few of our own, and the payloads (JSON) named as arguments."""
+"""Writes seeds for the fuzz targets to fuzz/corpus: a few of our own, and the payloads (.json) and models named as arguments."""
 
 import json
 import pathlib
@@ -28,12 +28,15 @@ OWN = {
 def main():
     corpus = pathlib.Path(__file__).parent / "corpus"
     payloads = {"own": json.dumps(OWN)}
-    payloads |= {str(index): pathlib.Path(path).read_text("utf-8") for index, path in enumerate(sys.argv[1:])}
-    for target in ("payload_json", "source"):
+    named = {str(index): pathlib.Path(path) for index, path in enumerate(sys.argv[1:])}
+    payloads |= {name: path.read_text("utf-8") for name, path in named.items() if path.suffix == ".json"}
+    for target in ("payload_json", "source", "model"):
         (corpus / target).mkdir(parents=True, exist_ok=True)
     for name, text in payloads.items():
         (corpus / "payload_json" / name).write_text(text, "utf-8")
         (corpus / "source" / name).write_text(json.loads(text)["kernel"], "utf-8")
+    for name, path in named.items():
+        (corpus / "model" / name).write_bytes(path.read_bytes())
 
 
 if __name__ == "__main__":

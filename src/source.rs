@@ -23,6 +23,12 @@ use crate::error::{Error, Result};
 /// The most brackets inside one another. The compiler recurses over them and would take the process down where its stack
 /// ends, at some thousands; OEQ nests a dozen.
 const MAX_NESTING: usize = 256;
+/// The most tokens of one statement or of one preprocessor line, for the same reason: operators, conditions without braces
+/// and labels nest without brackets. OEQ's longest statement has 64.
+const MAX_STATEMENT: usize = 4096;
+/// The most `else` in one function: each may be inside the one before. Also the most `for`, where it is not known which
+/// parentheses are whose.
+const MAX_CHAIN: usize = 4096;
 
 /// Where a `__global__` function is defined in a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -534,6 +540,7 @@ const fn is_word(byte: u8) -> bool {
 /// A preprocessor line while it is read.
 #[derive(Default)]
 struct Directive {
+    tokens: usize,
     words: usize,
     name: Option<Range<usize>>,
     /// The macro that a `#define` defines.
@@ -603,6 +610,20 @@ struct Outline<'a> {
     declaration: Declaration,
     /// The last token was `extern`, which is accepted in `extern __shared__` within a body.
     after_extern: bool,
+    nesting: Nesting,
+}
+
+/// What nests without brackets.
+#[derive(Default)]
+struct Nesting {
+    /// Tokens of the statement so far.
+    statement: usize,
+    /// Open braces that are an initialiser's.
+    lists: usize,
+    /// The last token may be followed by an initialiser.
+    before_list: bool,
+    /// Words since a function began that may each be inside the one before.
+    chain: usize,
 }
 
 impl<'a> Outline<'a> {
@@ -619,6 +640,7 @@ impl<'a> Outline<'a> {
             depth: 0,
             declaration: Declaration::default(),
             after_extern: false,
+            nesting: Nesting::default(),
         };
         let mut lexer = Lexer::new(source);
         let mut directive: Option<Directive> = None;
@@ -630,8 +652,11 @@ impl<'a> Outline<'a> {
                         outline.end_directive(done);
                     }
                 }
-                (Some(current), _) => outline.directive_token(current, token),
-                (None, _) => outline.token(&lexer, token)?,
+                (Some(current), _) => outline.directive_token(&lexer, current, token)?,
+                (None, _) => {
+                    outline.depth_of(&lexer, token)?;
+                    outline.token(&lexer, token)?;
+                }
             }
         }
         if !outline.brackets.is_empty() {
@@ -650,7 +675,53 @@ impl<'a> Outline<'a> {
         self.source.get(range).unwrap_or_default()
     }
 
-    fn directive_token(&mut self, directive: &mut Directive, token: Token) {
+    /// Refuses what the compiler would recurse over too deeply.
+    fn depth_of(&mut self, lexer: &Lexer<'_>, token: Token) -> Result<()> {
+        let refuse = |what: &str| Err(lexer.error(what, token.start));
+        if self.brackets.len() > MAX_NESTING {
+            return refuse(&format!("more than {MAX_NESTING} brackets inside one another"));
+        }
+        self.nesting.statement += 1;
+        let listed = std::mem::take(&mut self.nesting.before_list) || self.nesting.lists > 0;
+        match token.kind {
+            TokenKind::Punct(b'=') => self.nesting.before_list = true,
+            TokenKind::Punct(b'{') => {
+                self.nesting.lists += usize::from(listed);
+                self.nesting.statement = 0;
+            }
+            TokenKind::Punct(b'}') => {
+                self.nesting.lists = self.nesting.lists.saturating_sub(1);
+                self.nesting.statement = 0;
+            }
+            // Those in the parentheses of a `for` end nothing.
+            TokenKind::Punct(b';') if self.loose || self.brackets.last() != Some(&b'(') => self.nesting.statement = 0,
+            TokenKind::Punct(b',') if self.nesting.lists > 0 && self.brackets.last() == Some(&b'{') => {
+                self.nesting.statement = 0;
+            }
+            TokenKind::Word if self.depth == 0 => self.nesting.chain = 0,
+            TokenKind::Word => {
+                let word = self.text(token.range());
+                self.nesting.chain += usize::from(word == "else" || (self.loose && word == "for"));
+            }
+            _ => {}
+        }
+        if self.nesting.statement > MAX_STATEMENT {
+            return refuse(&format!("a statement of more than {MAX_STATEMENT} tokens"));
+        }
+        if self.nesting.chain > MAX_CHAIN {
+            return refuse(&format!("a function with more than {MAX_CHAIN} `else` or `for`"));
+        }
+        Ok(())
+    }
+
+    fn directive_token(&mut self, lexer: &Lexer<'_>, directive: &mut Directive, token: Token) -> Result<()> {
+        directive.tokens += 1;
+        if directive.tokens > MAX_STATEMENT {
+            return Err(lexer.error(&format!("a preprocessor line of more than {MAX_STATEMENT} tokens"), token.start));
+        }
+        if directive.brackets.len() > MAX_NESTING {
+            return Err(lexer.error(&format!("more than {MAX_NESTING} brackets inside one another"), token.start));
+        }
         match token.kind {
             TokenKind::Word => {
                 let word = self.text(token.range());
@@ -672,6 +743,7 @@ impl<'a> Outline<'a> {
         }
         // `# 12 "file"` is legal, but no line that this outline knows.
         self.unfamiliar |= directive.words == 0;
+        Ok(())
     }
 
     fn end_directive(&mut self, directive: Directive) {
@@ -696,9 +768,6 @@ impl<'a> Outline<'a> {
     }
 
     fn token(&mut self, lexer: &Lexer<'_>, token: Token) -> Result<()> {
-        if self.brackets.len() > MAX_NESTING {
-            return Err(lexer.error(&format!("more than {MAX_NESTING} brackets inside one another"), token.start));
-        }
         if token.kind == TokenKind::Word {
             self.word(token);
             return Ok(());
@@ -1074,6 +1143,52 @@ __global__ void third(const REAL* __restrict__ a)
         let expected = source.replace("__global__ void a", "template<int> __global__ void a");
         let expected = expected.replace("__global__ void c() { f(); g(); }", "").replace("__device__ void g() {}", "");
         assert_eq!(keep_only(source, &["b"]), Some(expected));
+    }
+
+    #[test]
+    fn what_the_compiler_would_recurse_over_is_refused() {
+        let body = |text: &str| format!("__global__ void a(int* x) {{ {text} }}\n");
+        for (what, source) in [
+            ("a statement of more than 4096 tokens", body(&format!("*x = {} 1;", "- ".repeat(5000)))),
+            ("a statement of more than 4096 tokens", body(&format!("*x = {} 1;", "x[0]+".repeat(1000)))),
+            ("a statement of more than 4096 tokens", body(&format!("{} *x = 1;", "if(x)".repeat(1100)))),
+            ("a statement of more than 4096 tokens", body(&format!("{} *x = 1;", "for(;;)".repeat(1000)))),
+            ("a statement of more than 4096 tokens", body(&format!("{}1;", "1,".repeat(3000)))),
+            ("a statement of more than 4096 tokens", body(&format!("int y[] = {{ {} 1 }};", "!".repeat(5000)))),
+            (
+                "a preprocessor line of more than 4096 tokens",
+                format!("#define D {}\n{}", "- ".repeat(5000), body("D 1;")),
+            ),
+            (
+                "more than 256 brackets inside one another",
+                format!("#define D {}1{}\n{}", "(".repeat(300), ")".repeat(300), body("*x = D;")),
+            ),
+            (
+                "a function with more than 4096 `else` or `for`",
+                body(&format!("{} *x = 1;", "if (*x) *x = 2; else ".repeat(5000))),
+            ),
+            (
+                "a function with more than 4096 `else` or `for`",
+                format!("#if 1\n#endif\n{}", body(&format!("{} *x = 1;", "for(;;)".repeat(5000)))),
+            ),
+        ] {
+            let error = entry_points(&source).unwrap_err();
+            assert!(error.message().contains(what), "{what}: {error}");
+        }
+        let many = "if (*x) { *x = 2; } else { *x = 3; }\n".repeat(2000);
+        for source in [
+            body(&format!("const int y[] = {{ {} 1 }};", "1, ".repeat(10_000))),
+            body(&format!("const int y[2][9] = {{ {{ {} 1 }}, {{ 1 }} }};", "f(1, 2), ".repeat(10_000))),
+            body(&"x[0] += x[1];\n".repeat(10_000)),
+            body(&many) + &body(&many).replace(" a(", " b(") + &body(&many).replace(" a(", " c("),
+            // Whose parentheses are whose is not known.
+            format!(
+                "#if 1\n#define OPEN (\n#endif\n{}",
+                body(&format!("f OPEN x);\n{}", "x[0] += x[1];\n".repeat(10_000)))
+            ),
+        ] {
+            assert!(entry_points(&source).is_ok(), "{}", &source[..100]);
+        }
     }
 
     /// Everything in here would be harmless without the `before` or the changed part, as the first assertion shows.

@@ -16,6 +16,7 @@ use oeq_native::compile::nvrtc::{Image, ImageKind, Nvrtc, Program};
 use oeq_native::compile::pool::Pool;
 use oeq_native::compile::{Architecture, Target};
 use oeq_native::error::{Code, Result};
+use oeq_native::source::entry_points;
 
 const SOURCE: &str = r#"
 extern "C" __device__ float third(float x) { return x / 3.0f; }
@@ -305,13 +306,30 @@ fn many_threads_compile_what_one_would() {
 
 #[test]
 fn a_worker_has_the_stack_for_deep_nesting() {
+    let program = |body: &str| format!("__global__ void forward(int *x) {{ {body} }}");
     // Overflows the 2 MiB that a thread has by default.
-    let source = format!("__global__ void forward(int *x) {{ *x = {}1{}; }}", "(".repeat(1500), ")".repeat(1500));
-    let nvrtc = nvrtc();
-    let (send, done) = mpsc::channel();
-    let job = move || send.send(compile(&nvrtc, &source, &["forward"]).map(|image| image.symbols)).unwrap();
-    assert!(Pool::new(1).submit(1, Box::new(job)).is_ok());
-    assert_eq!(done.recv().unwrap().unwrap().len(), 1);
+    let brackets = program(&format!("*x = {}1{};", "(".repeat(1500), ")".repeat(1500)));
+    let nvrtc = Arc::new(nvrtc());
+    let pool = Pool::new(1);
+    let symbols = |source: &str| {
+        let (send, done) = mpsc::channel();
+        let (nvrtc, source) = (Arc::clone(&nvrtc), source.to_owned());
+        let job = move || send.send(compile(&nvrtc, &source, &["forward"]).map(|image| image.symbols)).unwrap();
+        assert!(pool.submit(1, Box::new(job)).is_ok());
+        done.recv().unwrap().map(|symbols| symbols.len())
+    };
+    assert_eq!(symbols(&brackets).unwrap(), 1);
+    // As deep as a payload may nest in all other ways.
+    for source in [
+        program(&format!("*x = {} 1;", "- ".repeat(4000))),
+        program(&format!("*x = {} 1;", "x[0]+".repeat(800))),
+        program(&format!("{} *x = 1;", "if(*x)".repeat(800))),
+        program(&format!("{} *x = 1;", "if(*x == 7) *x = 2; else ".repeat(4000))),
+        format!("#define D {} 1\n{}", "- ".repeat(4000), program("*x = - D;")),
+    ] {
+        assert!(entry_points(&source).is_ok());
+        assert_eq!(symbols(&source).unwrap(), 1);
+    }
 }
 
 #[test]

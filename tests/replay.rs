@@ -89,6 +89,22 @@ impl StandIn {
     }
 }
 
+/// Puts a context on this thread's stack.
+fn push(world: &World, context: usize) {
+    let push: unsafe extern "C" fn(usize) -> c_int =
+        unsafe { std::mem::transmute(world.stand_in.symbol::<c_void>("cuCtxPushCurrent_v2")) };
+    assert_eq!(unsafe { push(context) }, 0);
+}
+
+/// How many contexts are on this thread's stack, and its capture mode.
+fn thread_state(world: &World) -> (c_int, c_int) {
+    let state: unsafe extern "C" fn(*mut c_int, *mut c_int) =
+        unsafe { std::mem::transmute(world.stand_in.symbol::<c_void>("stand_in_thread")) };
+    let (mut contexts, mut mode) = (-1, -1);
+    unsafe { state(&raw mut contexts, &raw mut mode) };
+    (contexts, mode)
+}
+
 struct World {
     stand_in: StandIn,
     cuda: Cuda,
@@ -137,7 +153,9 @@ fn call(world: &World, replays: Option<&Replays>, ordinal: u32, stream: Stream, 
     let zeros: Vec<Zero> = (0..5).map(|i| Zero { address: result + i * 0x10000, bytes: 5000 + i }).collect();
     let (launches, words) = (launches(), [one, 11, 12, two, 21, 22]);
     let work = Work { zeros: &zeros, launches: &launches, functions: &world.functions, words: &words, replays };
+    let before = thread_state(world);
     unsafe { world.cuda.enqueue(ordinal, stream, &work) }.unwrap();
+    assert_eq!(thread_state(world), before, "a call leaves its thread as it was");
 }
 
 /// What a call must run, as launches do it.
@@ -147,6 +165,7 @@ fn expected(world: &World, addresses: [u64; 3]) -> Vec<String> {
     assert_eq!(log.len(), 4, "{log:?}");
     assert!(log[0].starts_with("oeq_zero_fill") && log[1].starts_with("oeq_zero_fill"), "{log:?}");
     assert!(log[2].starts_with("first<7,64,16>") && log[3].starts_with("second<7,64,16>"), "{log:?}");
+    assert!(log.iter().all(|line| line.ends_with(" @5000 in 100")), "{log:?}");
     log
 }
 
@@ -207,9 +226,15 @@ fn a_capture_gets_launches_and_so_does_another_stream_or_device() {
     world.stand_in.fail("cuStreamIsCapturing");
     call(&world, Some(&replays), 0, STREAM, [7, 8, 9]);
     world.stand_in.fail("");
+    assert_eq!((count("graph_launches"), world.stand_in.log()), (1, wanted));
     call(&world, Some(&replays), 0, Stream(0x6000 as *mut c_void), [7, 8, 9]);
+    let log = world.stand_in.log();
+    assert_eq!((count("graph_launches"), log.len()), (1, 4));
+    assert!(log.iter().all(|line| line.ends_with(" @6000 in 100")), "{log:?}");
     call(&world, Some(&replays), 1, STREAM, [7, 8, 9]);
-    assert_eq!((count("graph_launches"), world.stand_in.log().len()), (1, 2 * 4 + 5 + 2));
+    let log = world.stand_in.log();
+    assert_eq!((count("graph_launches"), log.len()), (1, 5 + 2));
+    assert!(log.iter().all(|line| line.ends_with(" @5000 in 101")), "{log:?}");
 }
 
 #[test]
@@ -220,6 +245,8 @@ fn a_graph_moves_to_the_stream_that_is_left() {
     let by_graph = |stream| {
         let before = world.stand_in.count("graph_launches");
         call(&world, Some(&replays), 0, stream, [7, 8, 9]);
+        let (log, place) = (world.stand_in.log(), format!(" @{:x} in 100", stream.0 as usize));
+        assert!(log.len() == 4 && log.iter().all(|line| line.ends_with(&place)), "{log:?}");
         world.stand_in.count("graph_launches") - before
     };
     // In turns it stays where it was made.
@@ -258,6 +285,26 @@ fn a_graph_that_fails_costs_no_call() {
 }
 
 #[test]
+fn a_context_of_the_callers_stays_current() {
+    let world = world();
+    // On a thread of its own: its stack of contexts goes with it.
+    std::thread::scope(|scope| {
+        let world = &*world;
+        scope.spawn(|| {
+            let wanted = expected(world, [7, 8, 9]);
+            push(world, 0x999);
+            let replays = replayed(world);
+            for _ in 0..2 {
+                call(world, Some(&replays), 0, STREAM, [7, 8, 9]);
+                assert_eq!(world.stand_in.log(), wanted);
+            }
+            drop(replays);
+            assert_eq!(thread_state(world), (1, 0));
+        });
+    });
+}
+
+#[test]
 fn a_graph_goes_with_its_site() {
     let world = world();
     let replays = replayed(&world);
@@ -287,9 +334,9 @@ fn threads_share_a_site_without_sharing_its_graph_at_a_time() {
     assert_eq!(log.len() as u64, 4 * threads * calls);
     for thread in 0..threads {
         for index in [0, calls / 2, calls - 1] {
-            let line = format!("first<7,64,16> {thread:x} b c");
+            let line = format!("first<7,64,16> {thread:x} b c @5000 in 100");
             assert_eq!(log.iter().filter(|entry| **entry == line).count() as u64, calls, "{line}");
-            assert!(log.contains(&format!("second<7,64,16> {index:x} 15 16")));
+            assert!(log.contains(&format!("second<7,64,16> {index:x} 15 16 @5000 in 100")));
         }
     }
     assert_eq!(world.stand_in.count("overlaps"), 0);

@@ -16,8 +16,12 @@
 #   calls    instructions of warm calls, beside the recorded ones (where valgrind is installed)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+all=(rust python older link variants hosts host family cut ptx calls)
 steps=("$@")
-[ $# -gt 0 ] || steps=(rust python older link variants hosts host family cut ptx calls)
+[ $# -gt 0 ] || steps=("${all[@]}")
+for name in "${steps[@]}"; do
+  [[ " ${all[*]} " == *" $name "* ]] || { echo "error: there is no step $name; there are ${all[*]}" >&2; exit 2; }
+done
 need cargo "install Rust 1.85 or newer"
 need cc "a C compiler builds the test programs"
 cd "$ROOT"

@@ -817,7 +817,7 @@ fn a_holder_that_never_ends_is_not_waited_for_for_ever() {
 fn as_after_a_fork(path: &Path) -> File {
     let descriptors = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
     let of_file = |link: &PathBuf| fs::read_link(link).is_ok_and(|file| file == path);
-    let number = descriptors.into_iter().find(of_file).expect("the lock's file is open");
+    let number = descriptors.into_iter().find(of_file).unwrap();
     let number: i32 = number.file_name().unwrap().to_str().unwrap().parse().unwrap();
     // SAFETY: the descriptor is open, and the copy is owned by what is made of it.
     unsafe { File::from_raw_fd(libc::dup(number)) }

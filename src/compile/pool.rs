@@ -45,7 +45,7 @@ pub const MOST_DEFAULT_WORKERS: usize = 16;
 const IDLE: Duration = Duration::from_secs(5);
 
 /// A worker's stack, in bytes. The compiler runs on it and recurses over the program. Only what is touched takes memory.
-const STACK: usize = 16 << 20;
+const STACK: usize = 64 << 20;
 
 /// Names a submitted job, for [`Pool::promote`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -3,8 +3,10 @@
 //! Each entry belongs to a dialect, and begins with a code that this dialect gives a meaning. Known are those codes of
 //! the dialects `builtin` and `vhlo` (what portable `StableHLO` artifacts are written in) that a custom call's attributes
 //! and operands are made of; everything else is [`Attribute::Other`]. Entries refer to each other by index, so what is
-//! decoded is a graph: shared parts stay shared, and one that is deeper than anybody writes is refused.
+//! decoded is a graph: shared parts stay shared, and one that is deeper than anybody writes is refused, in whatever order
+//! its parts are asked for.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::bytecode::Cursor;
@@ -130,14 +132,41 @@ enum Shape {
     Other,
 }
 
+/// How deep an entry lies inside others, and how many lie inside one another in it.
+#[derive(Default)]
+struct Depth {
+    outside: usize,
+    inside: usize,
+}
+
+impl Depth {
+    /// That of a part which is so many entries high; `None` where this would be too deep.
+    fn enter(&mut self, height: usize) -> Option<Self> {
+        self.inside = self.inside.max(height);
+        (self.outside + height <= MAX_DEPTH).then_some(Self { outside: self.outside + 1, inside: 0 })
+    }
+
+    /// How high a part has turned out to be.
+    fn leave(&mut self, part: &Self) -> usize {
+        let height = part.inside + 1;
+        self.inside = self.inside.max(height);
+        height
+    }
+}
+
 /// A string that several attributes may be.
 type Shared = Arc<[u8]>;
+
+/// What an entry was decoded to, and how many entries lie inside one another in it.
+type Known<T> = Option<(T, usize)>;
 
 /// The tables of strings, attributes and types.
 pub(super) struct Table<'a> {
     strings: Vec<(&'a [u8], Option<Shared>)>,
-    attributes: Vec<(Entry<'a>, Option<Attribute>)>,
-    types: Vec<(Entry<'a>, Option<Arc<ValueType>>)>,
+    attributes: Vec<(Entry<'a>, Known<Attribute>)>,
+    types: Vec<(Entry<'a>, Known<Arc<ValueType>>)>,
+    /// Names of dictionaries' members, by the address of their string.
+    names: HashMap<*const u8, Arc<str>>,
 }
 
 impl<'a> Table<'a> {
@@ -146,6 +175,7 @@ impl<'a> Table<'a> {
             strings: strings.into_iter().map(|text| (text, None)).collect(),
             attributes: attributes.into_iter().map(|entry| (entry, None)).collect(),
             types: types.into_iter().map(|entry| (entry, None)).collect(),
+            names: HashMap::new(),
         }
     }
 
@@ -159,27 +189,28 @@ impl<'a> Table<'a> {
 
     /// The attribute with this index, which must be within [`Self::attribute_count`].
     pub(super) fn attribute(&mut self, index: usize) -> Result<Attribute> {
-        self.attribute_at(index, 0)
+        self.attribute_at(index, &mut Depth::default())
     }
 
     /// The type with this index, which must be within [`Self::type_count`].
     pub(super) fn value_type(&mut self, index: usize) -> Result<Arc<ValueType>> {
-        self.type_at(index, 0)
+        self.type_at(index, &mut Depth::default())
     }
 
-    fn attribute_below(&mut self, cursor: &mut Cursor<'_>, depth: usize) -> Result<Attribute> {
+    fn attribute_below(&mut self, cursor: &mut Cursor<'_>, outer: &mut Depth) -> Result<Attribute> {
         let index = cursor.index(self.attributes.len(), "attribute")?;
-        self.attribute_at(index, depth)
+        self.attribute_at(index, outer)
     }
 
-    fn attribute_at(&mut self, index: usize, depth: usize) -> Result<Attribute> {
+    fn attribute_at(&mut self, index: usize, outer: &mut Depth) -> Result<Attribute> {
         let (entry, known) = &self.attributes[index];
-        if let Some(known) = known {
-            return Ok(known.clone());
-        }
         let mut cursor = entry.content;
-        if depth > MAX_DEPTH {
-            return Err(cursor.error(format_args!("attributes nested more than {MAX_DEPTH} deep")));
+        let height = known.as_ref().map_or(1, |(_, height)| *height);
+        let mut depth = outer
+            .enter(height)
+            .ok_or_else(|| cursor.error(format_args!("attributes nested more than {MAX_DEPTH} deep")))?;
+        if let Some((known, _)) = known {
+            return Ok(known.clone());
         }
         let shape = match (entry.custom, entry.dialect) {
             (true, Dialect::Builtin) => match cursor.varint()? {
@@ -205,36 +236,38 @@ impl<'a> Table<'a> {
             Shape::Array => {
                 let count = cursor.count("array elements")?;
                 let elements: Result<Arc<[_]>> =
-                    (0..count).map(|_| self.attribute_below(&mut cursor, depth + 1)).collect();
+                    (0..count).map(|_| self.attribute_below(&mut cursor, &mut depth)).collect();
                 Attribute::List(elements?)
             }
-            Shape::Dictionary => Attribute::Dictionary(self.dictionary(&mut cursor, depth)?),
+            Shape::Dictionary => Attribute::Dictionary(self.dictionary(&mut cursor, &mut depth)?),
             Shape::Text => {
                 let index = cursor.index(self.strings.len(), "string")?;
                 Attribute::Text(self.text(index))
             }
-            Shape::Symbol => self.attribute_below(&mut cursor, depth + 1)?,
+            Shape::Symbol => self.attribute_below(&mut cursor, &mut depth)?,
             Shape::Integer => self.integer(&mut cursor)?,
             Shape::Varint => Attribute::Int(i64::try_from(cursor.varint()?).unwrap_or(i64::MAX)),
             Shape::Unit => Attribute::Int(1),
             Shape::Other => Attribute::Other,
         };
-        self.attributes[index].1 = Some(attribute.clone());
+        self.attributes[index].1 = Some((attribute.clone(), outer.leave(&depth)));
         Ok(attribute)
     }
 
-    fn dictionary(&mut self, cursor: &mut Cursor<'_>, depth: usize) -> Result<Members> {
+    fn dictionary(&mut self, cursor: &mut Cursor<'_>, depth: &mut Depth) -> Result<Members> {
         let count = cursor.count("dictionary members")?;
         if count > MAX_MEMBERS {
             return Err(cursor.error(format_args!("a dictionary of {count} members, at most {MAX_MEMBERS}")));
         }
         let mut members = Vec::with_capacity(count);
         for _ in 0..count {
-            let Attribute::Text(name) = self.attribute_below(cursor, depth + 1)? else {
+            let Attribute::Text(name) = self.attribute_below(cursor, depth)? else {
                 return Err(cursor.error("the name of a dictionary's member is no string"));
             };
-            let value = self.attribute_below(cursor, depth + 1)?;
-            members.push((Arc::from(String::from_utf8_lossy(&name)), value));
+            let value = self.attribute_below(cursor, depth)?;
+            // Strings are decoded once and live as long as the table, so an address is one string's.
+            let text = || Arc::from(String::from_utf8_lossy(&name));
+            members.push((Arc::clone(self.names.entry(name.as_ptr()).or_insert_with(text)), value));
         }
         Ok(members.into())
     }
@@ -284,15 +317,16 @@ impl<'a> Table<'a> {
         Arc::clone(shared.get_or_insert_with(|| Arc::from(*text)))
     }
 
-    fn type_at(&mut self, index: usize, depth: usize) -> Result<Arc<ValueType>> {
+    fn type_at(&mut self, index: usize, outer: &mut Depth) -> Result<Arc<ValueType>> {
         let (entry, known) = &self.types[index];
-        if let Some(known) = known {
+        let mut cursor = entry.content;
+        let height = known.as_ref().map_or(1, |(_, height)| *height);
+        let mut depth =
+            outer.enter(height).ok_or_else(|| cursor.error(format_args!("types nested more than {MAX_DEPTH} deep")))?;
+        if let Some((known, _)) = known {
             return Ok(Arc::clone(known));
         }
-        let mut cursor = entry.content;
-        if depth > MAX_DEPTH {
-            return Err(cursor.error(format_args!("types nested more than {MAX_DEPTH} deep")));
-        }
+        let depth = &mut depth;
         let found = match (entry.custom, entry.dialect) {
             (false, _) => {
                 let text = cursor.terminated()?;
@@ -324,28 +358,28 @@ impl<'a> Table<'a> {
             (true, Dialect::Other) => ValueType::Other("?".into()),
         };
         let found = Arc::new(found);
-        self.types[index].1 = Some(Arc::clone(&found));
+        self.types[index].1 = Some((Arc::clone(&found), outer.leave(depth)));
         Ok(found)
     }
 
     /// The text of the element type that comes next.
-    fn element(&mut self, cursor: &mut Cursor<'_>, depth: usize) -> Result<Arc<str>> {
+    fn element(&mut self, cursor: &mut Cursor<'_>, depth: &mut Depth) -> Result<Arc<str>> {
         let index = cursor.index(self.types.len(), "type")?;
-        Ok(match &*self.type_at(index, depth + 1)? {
+        Ok(match &*self.type_at(index, depth)? {
             ValueType::Other(text) => Arc::clone(text),
             ValueType::Tensor { .. } => "?".into(),
         })
     }
 
-    fn complex(&mut self, cursor: &mut Cursor<'_>, depth: usize) -> Result<ValueType> {
+    fn complex(&mut self, cursor: &mut Cursor<'_>, depth: &mut Depth) -> Result<ValueType> {
         Ok(ValueType::Other(format!("complex<{}>", self.element(cursor, depth)?).into()))
     }
 
-    fn unranked(&mut self, cursor: &mut Cursor<'_>, depth: usize) -> Result<ValueType> {
+    fn unranked(&mut self, cursor: &mut Cursor<'_>, depth: &mut Depth) -> Result<ValueType> {
         Ok(ValueType::Other(format!("tensor<*x{}>", self.element(cursor, depth)?).into()))
     }
 
-    fn tensor(&mut self, cursor: &mut Cursor<'_>, encoded: bool, depth: usize) -> Result<ValueType> {
+    fn tensor(&mut self, cursor: &mut Cursor<'_>, encoded: bool, depth: &mut Depth) -> Result<ValueType> {
         if encoded {
             cursor.index(self.attributes.len(), "attribute")?;
         }

@@ -14,7 +14,7 @@
 //! end with the file. The one number without that property, how many values a region defines, is drawn from a budget of
 //! one value per byte of the file.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::attributes::{Dialect, Entry, Table};
@@ -246,7 +246,9 @@ pub(super) fn read(bytes: &[u8], order: usize) -> Result<(Bytecode, Vec<CustomCa
         order,
     };
     walk.run()?;
-    facts.dialects = dialects.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
+    let mut named = HashSet::new();
+    let distinct = dialects.iter().filter(|name| named.insert(**name));
+    facts.dialects = distinct.map(|name| String::from_utf8_lossy(name).into_owned()).collect();
     Ok((facts, walk.finish()))
 }
 
@@ -1060,6 +1062,44 @@ mod tests {
         for end in 0..whole.len() {
             assert!(read(&whole[..end], 0).is_err(), "{end}");
         }
+    }
+
+    fn table<'a>(strings: &[&'a [u8]], attributes: &'a [Vec<u8>], types: &'a [Vec<u8>]) -> Table<'a> {
+        let entry = |bytes: &'a Vec<u8>| Entry { content: Cursor::new(bytes), dialect: Dialect::Builtin, custom: true };
+        Table::new(strings.to_vec(), attributes.iter().map(entry).collect(), types.iter().map(entry).collect())
+    }
+
+    #[test]
+    fn how_deep_entries_nest_does_not_depend_on_who_asks_first() {
+        // Each holds the one before: an array, and a complex type.
+        let attributes: Vec<Vec<u8>> =
+            (0..100).map(|i: u64| varints(&[0, 1, i.saturating_sub(1)][..2 + usize::from(i > 0)])).collect();
+        let attributes = [vec![varints(&[7])], attributes[1..].to_vec()].concat();
+        let types: Vec<Vec<u8>> =
+            (0..100).map(|i: u64| if i == 0 { varint(5) } else { varints(&[9, i - 1]) }).collect();
+        let mut entries = table(&[], &attributes, &types);
+        let deep = |index: usize| index >= 32;
+        for index in 0..100 {
+            assert_eq!(entries.attribute(index).is_err(), deep(index), "{index}");
+            assert_eq!(entries.value_type(index).is_err(), deep(index), "{index}");
+        }
+        let mut entries = table(&[], &attributes, &types);
+        for index in (0..100).rev() {
+            assert_eq!(entries.attribute(index).is_err(), deep(index), "{index}");
+            assert_eq!(entries.value_type(index).is_err(), deep(index), "{index}");
+        }
+    }
+
+    #[test]
+    fn names_that_come_again_are_one() {
+        let long = vec![b'n'; 1 << 20];
+        // 0: the name; 1: a unit; 2: { name = unit } four thousand times; 3: another attribute of the same string.
+        let many = [varints(&[1, 4000]), [varints(&[0, 1]), varints(&[3, 1])].concat().repeat(2000)].concat();
+        let attributes = [varints(&[2, 0]), varints(&[7]), many, varints(&[2, 0])];
+        let mut entries = table(&[&long], &attributes, &[]);
+        let Attribute::Dictionary(members) = entries.attribute(2).unwrap() else { unreachable!() };
+        assert_eq!((members.len(), members[0].0.len()), (4000, 1 << 20));
+        assert!(members.iter().all(|(name, _)| Arc::ptr_eq(name, &members[0].0)));
     }
 
     #[test]

@@ -60,12 +60,24 @@ static _Thread_local int depth;
 int cuCtxGetCurrent(void** context) { *context = depth ? current[depth - 1] : NULL; return OK; }
 int cuCtxPushCurrent_v2(void* context) { current[depth++] = context; return OK; }
 int cuCtxPopCurrent_v2(void** context) { *context = current[--depth]; return OK; }
+static _Thread_local int capture_mode;
 int cuThreadExchangeStreamCaptureMode(int* mode) {
-  static _Thread_local int now;
-  int before = now;
-  now = *mode;
+  int before = capture_mode;
+  capture_mode = *mode;
   *mode = before;
   return OK;
+}
+
+// Of this thread: how many contexts are on its stack, and its capture mode.
+void stand_in_thread(int* contexts, int* mode) {
+  *contexts = depth;
+  *mode = capture_mode;
+}
+
+// Where something runs: the stream, and the context that is current.
+static int where(char* out, size_t size, const char* what, void* stream) {
+  unsigned long long context = (uintptr_t)(depth ? current[depth - 1] : NULL);
+  return snprintf(out, size, "%s @%llx in %llx\n", what, (unsigned long long)(uintptr_t)stream, context);
 }
 
 int cuModuleLoadData(void** module, const void* image) { *module = (void*)0x200; return image ? OK : INVALID; }
@@ -82,7 +94,7 @@ int cuFuncGetAttribute(int* value, int attribute, void* function) {
 }
 int cuFuncSetAttribute(void* function, int attribute, int value) { return function && attribute && value ? OK : INVALID; }
 
-// A kernel with its parameters, in words.
+// A kernel with its parameters, in words, without an end of the line.
 static void tell(char* out, const char* function, unsigned grid, unsigned block, unsigned shared, void** parameters, void** extra) {
   int at = snprintf(out, TEXT, "%s<%u,%u,%u>", function, grid, block, shared);
   if (extra) {
@@ -98,26 +110,25 @@ static void tell(char* out, const char* function, unsigned grid, unsigned block,
     for (uint64_t i = 0; i < regions[8]; i++)
       at += snprintf(out + at, TEXT - at, " %llx:%llu", (unsigned long long)regions[i], (unsigned long long)regions[4 + i]);
   }
-  snprintf(out + at, TEXT - at, "\n");
 }
 
 int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void* stream) {
-  (void)stream;
-  char text[TEXT];
-  snprintf(text, sizeof text, "memset %llx:%zu=%d\n", (unsigned long long)address, bytes, value);
-  note(text);
+  char text[TEXT], line[TEXT + 64];
+  snprintf(text, sizeof text, "memset %llx:%zu=%d", (unsigned long long)address, bytes, value);
+  where(line, sizeof line, text, stream);
+  note(line);
   return OK;
 }
 
 int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    void* stream, void** parameters, void** extra) {
-  (void)stream;
   MAY_FAIL();
   if (gy * gz * by * bz != 1) return INVALID;
   stand_in_launches++;
-  char text[TEXT];
+  char text[TEXT], line[TEXT + 64];
   tell(text, function, gx, bx, shared, parameters, extra);
-  note(text);
+  where(line, sizeof line, text, stream);
+  note(line);
   return OK;
 }
 
@@ -187,14 +198,14 @@ int cuGraphExecKernelNodeSetParams(void* exec, void* node, const struct node_par
   return OK;
 }
 int cuGraphLaunch(void* exec, void* stream) {
-  (void)stream;
   MAY_FAIL();
   struct graph* g = exec;
   if (g->users++) stand_in_overlaps++;
-  static _Thread_local char all[NODES * TEXT];
+  static _Thread_local char all[NODES * (TEXT + 64)];
+  size_t at = 0;
   all[0] = 0;
   if (!stand_in_quiet)
-    for (int i = 0; i < g->count; i++) strcat(all, g->nodes[i].text);
+    for (int i = 0; i < g->count; i++) at += (size_t)where(all + at, sizeof all - at, g->nodes[i].text, stream);
   note(all);
   g->users--;
   stand_in_graph_launches++;
