@@ -4,12 +4,13 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use oeq_native::source::{entry_points, keep_only};
+use oeq_native::source::{entry_points, host, keep_only};
 
 const DROP: &str = "template<int> ";
 
 fuzz_target!(|input: &[u8]| {
     let Ok(source) = std::str::from_utf8(input) else { return };
+    let _ = host::for_host(source);
     let Ok(entries) = entry_points(source) else {
         assert_eq!(keep_only(source, &[]), None);
         return;
