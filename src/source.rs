@@ -26,8 +26,8 @@ const MAX_NESTING: usize = 256;
 /// The most tokens of one statement or of one preprocessor line, for the same reason: operators, conditions without braces
 /// and labels nest without brackets. OEQ's longest statement has 64.
 const MAX_STATEMENT: usize = 4096;
-/// The most `else` in one function: each may be inside the one before. Also the most `for`, where it is not known which
-/// parentheses are whose.
+/// The most `else` and `for` in one function where it is not known which parentheses are whose: each may be inside the one
+/// before.
 const MAX_CHAIN: usize = 4096;
 
 /// Where a `__global__` function is defined in a source.
@@ -616,8 +616,12 @@ struct Outline<'a> {
 /// What nests without brackets.
 #[derive(Default)]
 struct Nesting {
-    /// Tokens of the statement so far.
+    /// Tokens of the statement so far, those before its innermost brace left out.
     statement: usize,
+    /// The same outside of each open brace.
+    outer: Vec<usize>,
+    /// The statement has ended, unless an `else` or a `while` follows.
+    ended: bool,
     /// Open braces that are an initialiser's.
     lists: usize,
     /// The last token may be followed by an initialiser.
@@ -676,42 +680,58 @@ impl<'a> Outline<'a> {
     }
 
     /// Refuses what the compiler would recurse over too deeply.
+    #[inline]
     fn depth_of(&mut self, lexer: &Lexer<'_>, token: Token) -> Result<()> {
-        let refuse = |what: &str| Err(lexer.error(what, token.start));
         if self.brackets.len() > MAX_NESTING {
-            return refuse(&format!("more than {MAX_NESTING} brackets inside one another"));
+            return Err(lexer.error(&format!("more than {MAX_NESTING} brackets inside one another"), token.start));
         }
-        self.nesting.statement += 1;
-        let listed = std::mem::take(&mut self.nesting.before_list) || self.nesting.lists > 0;
         match token.kind {
-            TokenKind::Punct(b'=') => self.nesting.before_list = true,
+            TokenKind::Punct(_) => self.nest(token),
+            // Most tokens say nothing about it.
+            TokenKind::Word if self.nesting.ended || self.loose || self.depth == 0 => self.nest(token),
+            _ => {
+                self.nesting.statement = if self.nesting.ended { 1 } else { self.nesting.statement + 1 };
+                (self.nesting.ended, self.nesting.before_list) = (false, false);
+            }
+        }
+        let what = if self.nesting.statement > MAX_STATEMENT {
+            format!("a statement of more than {MAX_STATEMENT} tokens")
+        } else if self.nesting.chain > MAX_CHAIN {
+            format!("a function with more than {MAX_CHAIN} `else` and `for`")
+        } else {
+            return Ok(());
+        };
+        Err(lexer.error(&what, token.start))
+    }
+
+    fn nest(&mut self, token: Token) {
+        let word = if token.kind == TokenKind::Word { self.text(token.range()) } else { "" };
+        let nesting = &mut self.nesting;
+        // What follows an `else` is inside the statement before it, and so is the end of a `do`.
+        if std::mem::take(&mut nesting.ended) && !matches!(word, "else" | "while") {
+            nesting.statement = 0;
+        }
+        nesting.statement += 1;
+        let listed = std::mem::take(&mut nesting.before_list) || nesting.lists > 0;
+        let inner = self.brackets.last();
+        match token.kind {
+            TokenKind::Punct(b'=') => nesting.before_list = true,
             TokenKind::Punct(b'{') => {
-                self.nesting.lists += usize::from(listed);
-                self.nesting.statement = 0;
+                nesting.lists += usize::from(listed);
+                nesting.outer.push(std::mem::take(&mut nesting.statement));
             }
             TokenKind::Punct(b'}') => {
-                self.nesting.lists = self.nesting.lists.saturating_sub(1);
-                self.nesting.statement = 0;
+                nesting.lists = nesting.lists.saturating_sub(1);
+                nesting.statement = nesting.outer.pop().unwrap_or_default();
+                nesting.ended = true;
             }
             // Those in the parentheses of a `for` end nothing.
-            TokenKind::Punct(b';') if self.loose || self.brackets.last() != Some(&b'(') => self.nesting.statement = 0,
-            TokenKind::Punct(b',') if self.nesting.lists > 0 && self.brackets.last() == Some(&b'{') => {
-                self.nesting.statement = 0;
-            }
-            TokenKind::Word if self.depth == 0 => self.nesting.chain = 0,
-            TokenKind::Word => {
-                let word = self.text(token.range());
-                self.nesting.chain += usize::from(word == "else" || (self.loose && word == "for"));
-            }
+            TokenKind::Punct(b';') => nesting.ended = self.loose || inner != Some(&b'('),
+            TokenKind::Punct(b',') => nesting.ended = nesting.lists > 0 && inner == Some(&b'{'),
+            TokenKind::Word if self.depth == 0 => nesting.chain = 0,
+            TokenKind::Word => nesting.chain += usize::from(self.loose && matches!(word, "else" | "for")),
             _ => {}
         }
-        if self.nesting.statement > MAX_STATEMENT {
-            return refuse(&format!("a statement of more than {MAX_STATEMENT} tokens"));
-        }
-        if self.nesting.chain > MAX_CHAIN {
-            return refuse(&format!("a function with more than {MAX_CHAIN} `else` or `for`"));
-        }
-        Ok(())
     }
 
     fn directive_token(&mut self, lexer: &Lexer<'_>, directive: &mut Directive, token: Token) -> Result<()> {
@@ -1163,13 +1183,23 @@ __global__ void third(const REAL* __restrict__ a)
                 "more than 256 brackets inside one another",
                 format!("#define D {}1{}\n{}", "(".repeat(300), ")".repeat(300), body("*x = D;")),
             ),
+            ("a statement of more than 4096 tokens", body(&format!("{} *x = 1;", "if (*x) *x = 2; else ".repeat(500)))),
             (
-                "a function with more than 4096 `else` or `for`",
-                body(&format!("{} *x = 1;", "if (*x) *x = 2; else ".repeat(5000))),
+                "a statement of more than 4096 tokens",
+                body(&format!("{} *x = 1;", "if (*x) { *x = 2; } else ".repeat(900))),
             ),
             (
-                "a function with more than 4096 `else` or `for`",
+                "a statement of more than 4096 tokens",
+                body(&format!("{} ;", format!("if(*x) ; else {}", "for(;;)".repeat(400)).repeat(20))),
+            ),
+            ("a statement of more than 4096 tokens", body(&format!("{} ;", "if(*x) do ; while(0); else ".repeat(500)))),
+            (
+                "a function with more than 4096 `else` and `for`",
                 format!("#if 1\n#endif\n{}", body(&format!("{} *x = 1;", "for(;;)".repeat(5000)))),
+            ),
+            (
+                "a function with more than 4096 `else` and `for`",
+                format!("#if 1\n#endif\n{}", body(&format!("{} ;", "if(*x) for(;;) ; else ".repeat(2500)))),
             ),
         ] {
             let error = entry_points(&source).unwrap_err();
@@ -1177,6 +1207,8 @@ __global__ void third(const REAL* __restrict__ a)
         }
         let many = "if (*x) { *x = 2; } else { *x = 3; }\n".repeat(2000);
         for source in [
+            body(&format!("if (*x) {{ {} }} else {{ {many} }}", "x[0] += x[1];\n".repeat(10_000))),
+            body(&"do { x[0] += x[1]; } while (x[2]);\nx[3] = 0; while (x[4]) { x[5]--; }\nx[6] = 0;".repeat(1000)),
             body(&format!("const int y[] = {{ {} 1 }};", "1, ".repeat(10_000))),
             body(&format!("const int y[2][9] = {{ {{ {} 1 }}, {{ 1 }} }};", "f(1, 2), ".repeat(10_000))),
             body(&"x[0] += x[1];\n".repeat(10_000)),

@@ -324,7 +324,7 @@ fn a_worker_has_the_stack_for_deep_nesting() {
         program(&format!("*x = {} 1;", "- ".repeat(4000))),
         program(&format!("*x = {} 1;", "x[0]+".repeat(800))),
         program(&format!("{} *x = 1;", "if(*x)".repeat(800))),
-        program(&format!("{} *x = 1;", "if(*x == 7) *x = 2; else ".repeat(4000))),
+        program(&format!("{} *x = 1;", "if(*x == 7) *x = 2; else ".repeat(250))),
         format!("#define D {} 1\n{}", "- ".repeat(4000), program("*x = - D;")),
     ] {
         assert!(entry_points(&source).is_ok());

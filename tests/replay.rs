@@ -257,6 +257,17 @@ fn a_graph_moves_to_the_stream_that_is_left() {
 }
 
 #[test]
+fn a_site_that_took_anothers_place_waits_until_a_graph_pays() {
+    let world = world();
+    let replays = Replays::after_change();
+    for calls in 1..=300 {
+        call(&world, Some(&replays), 0, STREAM, [7, 8, 9]);
+        assert_eq!(world.stand_in.count("graph_launches"), (calls - 256).max(0), "{calls}");
+    }
+    world.stand_in.log();
+}
+
+#[test]
 fn a_graph_that_fails_costs_no_call() {
     let world = world();
     let wanted = expected(&world, [7, 8, 9]);

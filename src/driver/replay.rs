@@ -10,7 +10,8 @@
 //!   themselves, and once they have them the call comes no more.
 //! * A graph belongs to one stream and is used by one thread at a time. Whoever comes with another stream, or finds it in
 //!   use, launches; nobody waits. It moves when only the other stream comes any more.
-//! * Making one, once for each site, may wait for what runs on the device: now and then the driver gets memory for graphs.
+//! * Making one takes the host a third of a millisecond, and may wait for what runs on the device: now and then the driver
+//!   gets memory for graphs. XLA's call sites have one once; an operator whose sizes change waits for longer before the next.
 //! * Whatever goes wrong with a graph costs the graph, never the call, which is then made of launches.
 
 use std::cell::UnsafeCell;
@@ -57,11 +58,27 @@ struct KernelNode {
 /// Calls that are made of launches before a site gets a graph. XLA calls a site twice and then no more where it has put it
 /// into a command buffer.
 const DIRECT_CALLS: u32 = 4;
+/// The same for a site that took another's place, and may soon lose it: by then a graph would have paid for itself.
+const DIRECT_CALLS_AFTER_CHANGE: u32 = 256;
 
 /// The graphs of one call site, one for each device at most.
-#[derive(Default)]
 pub struct Replays {
     devices: OnceLock<Box<[Slot]>>,
+    direct_calls: u32,
+}
+
+impl Default for Replays {
+    fn default() -> Self {
+        Self { devices: OnceLock::new(), direct_calls: DIRECT_CALLS }
+    }
+}
+
+impl Replays {
+    /// Those of a site that took the place of another.
+    #[must_use]
+    pub fn after_change() -> Self {
+        Self { direct_calls: DIRECT_CALLS_AFTER_CHANGE, ..Self::default() }
+    }
 }
 
 impl std::fmt::Debug for Replays {
@@ -165,7 +182,7 @@ pub(super) unsafe fn enqueue(replays: &Replays, place: &Place, work: &Work<'_>) 
                 }
             }
         }
-        Stage::Direct(calls) if *calls + 1 < DIRECT_CALLS => {
+        Stage::Direct(calls) if *calls + 1 < replays.direct_calls => {
             *calls += 1;
             false
         }

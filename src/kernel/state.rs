@@ -218,6 +218,16 @@ impl CallState {
         Ok(Self { record, order, call, prepared: OnceLock::new(), replays: Replays::default() })
     }
 
+    /// The same for a call site that took the place of one with other sizes, and may soon lose it.
+    ///
+    /// # Errors
+    /// The family has no such order.
+    pub fn after_change(record: Arc<Record>, order: usize) -> Result<Self> {
+        let mut state = Self::new(record, order)?;
+        state.replays = Replays::after_change();
+        Ok(state)
+    }
+
     /// The kernel.
     #[must_use]
     pub fn record(&self) -> &Arc<Record> {

@@ -283,106 +283,36 @@ impl<'a> Text<'a> {
     /// Of each token, whether a statement of a function's body begins with it that all lanes of a warp come to together,
     /// as far as the text tells.
     fn together(&self) -> Vec<bool> {
-        let Some(lanes) = self.lane_words() else { return vec![false; self.tokens.len()] };
-        let apart =
-            |tokens: Range<usize>| tokens.into_iter().any(|at| self.token(at).is_some_and(|word| lanes.contains(word)));
-        // What an `else` follows is known only if it is a block.
-        let otherwise = |at: usize, last: bool| last || at.checked_sub(1).and_then(|at| self.token(at)) != Some("}");
         let mut together = vec![false; self.tokens.len()];
-        // For each block that is open, whether lanes may have parted in it; the block that was closed last; parentheses.
-        let (mut blocks, mut last, mut depth) = (Vec::new(), true, 0_usize);
-        let mut directive = false;
-        for (at, token) in self.tokens.iter().enumerate() {
-            let before = at.checked_sub(1);
-            match token.kind {
-                TokenKind::DirectiveStart => directive = true,
-                TokenKind::DirectiveEnd => directive = false,
-                _ if directive => {}
-                TokenKind::Punct(b'(') => depth += 1,
-                TokenKind::Punct(b')') => depth = depth.saturating_sub(1),
-                TokenKind::Punct(b'{') => {
-                    let outside = blocks.last().is_some_and(|apart| *apart);
-                    let parted = match before.and_then(|before| self.token(before)) {
-                        Some("else") => otherwise(at - 1, last),
-                        Some("do") => true,
-                        Some(")") => self.header(at - 1).is_some_and(|(word, condition)| {
-                            let beginning = word.checked_sub(1).and_then(|at| self.token(at));
-                            let follows = match beginning {
-                                Some(";" | "{" | "}") => false,
-                                Some("else") => otherwise(word - 1, last),
-                                // What follows a condition without braces is under it. Other parentheses are a macro's.
-                                Some(")") => self.header(word - 1).is_none_or(|(word, _)| self.is_condition(word)),
-                                _ => self.is_condition(word),
-                            };
-                            follows || apart(condition)
-                        }),
-                        _ => false,
-                    };
-                    blocks.push(outside || parted);
-                }
-                TokenKind::Punct(b'}') => last = blocks.pop().unwrap_or(true),
-                _ => {}
-            }
-            let begins = matches!(before.and_then(|before| self.token(before)), Some(";" | "{" | "}"))
-                || before.is_some_and(|before| self.tokens[before].kind == TokenKind::DirectiveEnd);
-            together[at] = !directive && depth == 0 && begins && blocks.last() == Some(&false);
-        }
-        together
-    }
-
-    fn is_condition(&self, at: usize) -> bool {
-        matches!(self.token(at), Some("if" | "for" | "while" | "switch"))
-    }
-
-    /// The word before the parentheses that end at a token, and what is in them: of a function the name and parameters.
-    fn header(&self, close: usize) -> Option<(usize, Range<usize>)> {
-        let mut depth = 0_usize;
-        for at in (0..=close).rev() {
+        let code = self.code();
+        // One definition at file scope after another: what a name means ends with it.
+        let (mut first, mut depth) = (0, 0_usize);
+        for (place, &at) in code.iter().enumerate() {
             match self.token(at) {
-                Some(")") => depth += 1,
-                Some("(") => {
-                    depth = depth.checked_sub(1)?;
+                Some("{") => depth += 1,
+                Some("}") => {
+                    depth = depth.saturating_sub(1);
                     if depth == 0 {
-                        let word = at.checked_sub(1)?;
-                        // The parameters of a function may well name a lane.
-                        return Some((word, if self.is_condition(word) { at..close } else { at..at }));
+                        Definition { text: self, code: &code[first..=place] }.together(&mut together);
+                        first = place + 1;
                     }
                 }
                 _ => {}
             }
         }
-        None
+        together
     }
 
-    /// Words that may have another value in each lane: the lane's number by its usual name, the thread's, and what is
-    /// computed from them. A thread's number divided is its warp's, which all lanes have in common. `None` where that takes
-    /// too many steps to tell.
-    fn lane_words(&self) -> Option<HashSet<&'a str>> {
-        let mut lanes = HashSet::from(["lane_id", "threadIdx"]);
-        let mut threads = HashSet::from(["threadIdx"]);
-        for _ in 0..MAX_STEPS {
-            let known = (lanes.len(), threads.len());
-            for at in 1..self.tokens.len() {
-                let plain = self.token(at) == Some("=") && self.token(at + 1) != Some("=") && self.is_word(at - 1);
-                let Some(name) = self.token(at - 1).filter(|_| plain) else { continue };
-                let value = (at + 1..self.tokens.len()).map_while(|at| self.token(at).filter(|word| *word != ";"));
-                let value: SmallVec<[&str; 16]> = value.take(MAX_VALUE).collect();
-                let of = |words: &HashSet<&str>| value.iter().any(|word| words.contains(word));
-                // What is made of a thread's number alone tells lanes apart, but a quotient of it does not.
-                let numbers = of(&threads);
-                let others = value.iter().any(|word| lanes.contains(word) && !threads.contains(word));
-                if others || (numbers && value.contains(&"%")) {
-                    lanes.insert(name);
-                } else if numbers && !value.contains(&"/") {
-                    lanes.insert(name);
-                    threads.insert(name);
-                }
-            }
-            if known == (lanes.len(), threads.len()) {
-                return Some(lanes);
-            }
-        }
-        None
+    /// The tokens outside of preprocessor lines.
+    fn code(&self) -> Vec<usize> {
+        let mut directive = false;
+        let code = self.tokens.iter().enumerate().filter(|(_, token)| {
+            directive |= token.kind == TokenKind::DirectiveStart;
+            let of_line = directive;
+            directive &= token.kind != TokenKind::DirectiveEnd;
+            !of_line
+        });
+        code.map(|(at, _)| at).collect()
     }
 
     /// The arrays that the statements between two tokens read and assign to, without those of the lane itself. Adding to
@@ -419,6 +349,157 @@ impl<'a> Text<'a> {
             at = close + 1;
         }
         block
+    }
+}
+
+/// A function, or something else that a text defines at file scope: the places of its tokens, without preprocessor lines.
+struct Definition<'t, 'a> {
+    text: &'t Text<'a>,
+    code: &'t [usize],
+}
+
+impl<'a> Definition<'_, 'a> {
+    /// The token at a place in `code`.
+    fn token(&self, place: usize) -> Option<&'a str> {
+        self.text.token(*self.code.get(place)?)
+    }
+
+    fn before(&self, place: usize) -> Option<&'a str> {
+        self.token(place.checked_sub(1)?)
+    }
+
+    fn is_word(&self, place: usize) -> bool {
+        self.code.get(place).is_some_and(|at| self.text.is_word(*at))
+    }
+
+    fn is_condition(&self, place: usize) -> bool {
+        matches!(self.token(place), Some("if" | "for" | "while" | "switch"))
+    }
+
+    /// See [`Text::together`].
+    fn together(&self, together: &mut [bool]) {
+        let Some(lanes) = self.lane_words() else { return };
+        let apart =
+            |places: Range<usize>| places.into_iter().any(|at| self.token(at).is_some_and(|word| lanes.contains(word)));
+        // What an `else` follows is known only if it is a block.
+        let otherwise = |at: usize, last: bool| last || self.before(at) != Some("}");
+        // For each block that is open, whether lanes may have parted in it; the block that was closed last; parentheses.
+        let (mut blocks, mut last, mut depth): (Vec<bool>, bool, usize) = (Vec::new(), true, 0);
+        // A jump may have taken some lanes elsewhere; where to, and when they are back, is not followed.
+        let mut jumped = false;
+        for (place, &at) in self.code.iter().enumerate() {
+            let before = self.before(place);
+            match self.token(place) {
+                Some("(") => depth += 1,
+                Some(")") => depth = depth.saturating_sub(1),
+                Some("{") => {
+                    let outside = blocks.last().is_some_and(|apart| *apart);
+                    let parted = match before {
+                        Some("else") => otherwise(place - 1, last),
+                        Some("do") => true,
+                        Some(")") => self.header(place - 1).is_some_and(|(word, condition)| {
+                            let follows = match self.before(word) {
+                                Some(";" | "{" | "}") => false,
+                                Some("else") => otherwise(word - 1, last),
+                                // What follows a condition without braces is under it. Other parentheses are a macro's.
+                                Some(")") => self.header(word - 1).is_none_or(|(word, _)| self.is_condition(word)),
+                                _ => self.is_condition(word),
+                            };
+                            follows || apart(condition)
+                        }),
+                        _ => false,
+                    };
+                    blocks.push(outside || parted);
+                }
+                Some("}") => last = blocks.pop().unwrap_or(true),
+                Some("break" | "continue" | "goto") => jumped = true,
+                _ => {}
+            }
+            let begins = matches!(before, Some(";" | "{" | "}")) && depth == 0 && !jumped;
+            if let Some(together) = together.get_mut(at) {
+                *together = begins && blocks.last() == Some(&false);
+            }
+        }
+    }
+
+    /// The word before the parentheses that end at a place, and what is in them if it is a condition.
+    fn header(&self, close: usize) -> Option<(usize, Range<usize>)> {
+        let mut depth = 0_usize;
+        for at in (0..=close).rev() {
+            match self.token(at) {
+                Some(")") => depth += 1,
+                Some("(") => {
+                    depth = depth.checked_sub(1)?;
+                    if depth == 0 {
+                        let word = at.checked_sub(1)?;
+                        // The parameters of a function may well name a lane.
+                        return Some((word, if self.is_condition(word) { at..close } else { at..at }));
+                    }
+                }
+                _ => {}
+            }
+        }
+        None
+    }
+
+    /// Words that may have another value in each lane: the lane's number by its usual name, the thread's, what a device
+    /// function is given by value, and what is computed from them. A thread's number divided is its warp's, which all lanes
+    /// have in common. `None` where that takes too many steps to tell.
+    fn lane_words(&self) -> Option<HashSet<&'a str>> {
+        let mut lanes: HashSet<&str> = HashSet::from(["lane_id", "threadIdx"]);
+        let mut threads: HashSet<&str> = HashSet::from(["threadIdx"]);
+        lanes.extend(self.parameters());
+        for _ in 0..MAX_STEPS {
+            let known = (lanes.len(), threads.len());
+            for place in 1..self.code.len() {
+                let Some((name, value)) = self.value(place) else { continue };
+                let of = |words: &HashSet<&str>| value.iter().any(|word| words.contains(word));
+                // What is made of a thread's number alone tells lanes apart, but a quotient of it does not.
+                let numbers = of(&threads);
+                let others = value.iter().any(|word| lanes.contains(word) && !threads.contains(word));
+                if others || (numbers && value.contains(&"%")) {
+                    lanes.insert(name);
+                } else if numbers && !value.contains(&"/") {
+                    lanes.insert(name);
+                    threads.insert(name);
+                }
+            }
+            if known == (lanes.len(), threads.len()) {
+                return Some(lanes);
+            }
+        }
+        None
+    }
+
+    /// The name that gets a value at a place, and the value: `name = ...;`, `name += ...;`, `type name(...)`, `type name{...}`.
+    fn value(&self, place: usize) -> Option<(&'a str, SmallVec<[&'a str; 16]>)> {
+        let name = match self.token(place)? {
+            "=" if self.token(place + 1) != Some("=") => {
+                let before = place.checked_sub(1)?;
+                let operator = matches!(self.token(before), Some("+" | "-" | "*" | "/" | "%" | "&" | "|" | "^"));
+                if operator { before.checked_sub(1)? } else { before }
+            }
+            "(" | "{" if place >= 2 && self.is_word(place - 2) => place - 1,
+            _ => return None,
+        };
+        let name = self.token(name).filter(|_| self.is_word(name))?;
+        let value = (place + 1..self.code.len()).map_while(|at| self.token(at).filter(|word| *word != ";"));
+        Some((name, value.take(MAX_VALUE).collect()))
+    }
+
+    /// The names of what a device function is given by value. A kernel's own are the same for all lanes.
+    fn parameters(&self) -> Vec<&'a str> {
+        let head = 0..self.code.iter().position(|at| self.text.token(*at) == Some("{")).unwrap_or_default();
+        let device = head.clone().any(|place| self.token(place) == Some("__device__"));
+        let Some(open) = head.clone().rev().find(|place| self.token(*place) == Some("(")).filter(|_| device) else {
+            return Vec::new();
+        };
+        let ends = (open..head.end).filter(|place| matches!(self.token(*place), Some("," | ")")));
+        ends.filter(|end| {
+            self.is_word(end - 1) && !matches!(self.token(end.wrapping_sub(2)), Some("*" | "&" | "__restrict__"))
+        })
+        .filter_map(|end| self.before(end))
+        .collect()
     }
 }
 
@@ -524,6 +605,11 @@ mod tests {
             "if (lane) { } else if (n) { } else { f(x); }",
             "if (lane) for (int i = 0; i < n; i++) { f(x); }",
             "if (lane) while (n) if (n) { f(x); }",
+            "int other = 0; other += t_idx % 32; if (other) { f(x); }",
+            "int other(threadIdx.x % 32); if (other) { f(x); }",
+            "int other{lane}; while (other) { f(x); }",
+            "for (int i = 0; i < n; i++) { if (lane > i) continue; f(x); }",
+            "#pragma unroll\nfor (int i = 0; i < lane; i++) { f(x); }",
             "if (lane) x[0] = 1; else { f(x); }",
             "do { f(x); } while (get(lane));",
             "do f(x); while (n);",
@@ -543,6 +629,20 @@ mod tests {
             ("for (int i = warp; i < n; i++) { f(x); }", "for (int i = warp; i < n; i++) { f(x); __syncwarp(); }"),
             ("if (lane) { x[0] = 1; }\nf(x);", "if (lane) { x[0] = 1; }\nf(x); __syncwarp();"),
             ("MACRO(lane) if (n) { f(x); }", "MACRO(lane) if (n) { f(x); __syncwarp(); }"),
+            (
+                "#pragma unroll\nfor (int i = 0; i < n; i++) { f(x); }",
+                "#pragma unroll\nfor (int i = 0; i < n; i++) { f(x); __syncwarp(); }",
+            ),
+            ("if (n) {}\n#if N\nelse {\n#endif\nf(x); }", "if (n) {}\n#if N\nelse {\n#endif\nf(x); __syncwarp(); }"),
+            // What a name means is a matter of its function.
+            (
+                "} __global__ void l(float* x, int lane) { if (lane) { f(x); }",
+                "} __global__ void l(float* x, int lane) { if (lane) { f(x); __syncwarp(); }",
+            ),
+            (
+                "} __device__ void g(float* x, int n) { if (n) { f(x); } if (x[0]) { f(x); }",
+                "} __device__ void g(float* x, int n) { if (n) { f(x); } if (x[0]) { f(x); __syncwarp(); }",
+            ),
             ("#define N 3\nf(x);", "#define N 3\nf(x); __syncwarp();"),
         ] {
             assert_eq!(for_host(&program(before)).unwrap(), program(after));

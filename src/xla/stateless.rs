@@ -10,7 +10,8 @@
 //! what differs between them. So the payload is compared, whole, with the one that was interned: one `memcmp`, of a record
 //! found by its length and hint, and only if everything cheaper (target, order, element types, dimensions) agrees. The rest
 //! of the call costs what a call with state costs: no lock, no allocation, no shape check, no state look-up, whose failure
-//! XLA would wrap into an error object. `benches/dispatch.rs` measures it.
+//! XLA would wrap into an error object. `benches/dispatch.rs` measures it. Until it was captured once, the driver is asked
+//! whether it is: what a command buffer holds stays loaded, because nobody here learns of its end.
 //!
 //! Such a host gives one function for every platform. Which one calls is seen from the frame, each time, because one XLA
 //! may have several: a GPU call has a stream, which it needs anyway. Where XLA has none but lends threads, it is the CPU,
