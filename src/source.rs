@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 const MAX_NESTING: usize = 256;
 /// The most tokens of one statement or of one preprocessor line, for the same reason: operators, conditions without braces
 /// and labels nest without brackets. OEQ's longest statement has 64.
-const MAX_STATEMENT: usize = 4096;
+const MAX_STATEMENT: usize = 12_288;
 /// The most `else` and `for` in one function where it is not known which parentheses are whose: each may be inside the one
 /// before.
 const MAX_CHAIN: usize = 4096;
@@ -618,17 +618,28 @@ struct Outline<'a> {
 struct Nesting {
     /// Tokens of the statement so far, those before its innermost brace left out.
     statement: usize,
-    /// The same outside of each open brace.
-    outer: Vec<usize>,
-    /// The statement has ended, unless an `else` or a `while` follows.
-    ended: bool,
-    /// Open braces that are an initialiser's.
-    lists: usize,
+    /// The same outside of each open brace, and whether this is an initialiser's.
+    outer: Vec<(usize, bool)>,
+    ended: Ended,
     /// The last token may be followed by an initialiser.
     before_list: bool,
+    /// `do` since a function began whose `while` has not come.
+    loops: usize,
     /// Words since a function began that may each be inside the one before.
     chain: usize,
 }
+
+/// Whether the last token has ended a statement, if what follows does not go on with it.
+#[derive(Default, PartialEq, Eq)]
+enum Ended {
+    #[default]
+    No,
+    Statement,
+    Braces,
+}
+
+/// Operators that are words.
+const OPERATORS: &[&str] = &["and", "and_eq", "bitand", "bitor", "not_eq", "or", "or_eq", "xor", "xor_eq"];
 
 impl<'a> Outline<'a> {
     fn of(source: &'a str) -> Result<Self> {
@@ -688,10 +699,18 @@ impl<'a> Outline<'a> {
         match token.kind {
             TokenKind::Punct(_) => self.nest(token),
             // Most tokens say nothing about it.
-            TokenKind::Word if self.nesting.ended || self.loose || self.depth == 0 => self.nest(token),
+            TokenKind::Word
+                if self.nesting.ended != Ended::No
+                    || self.loose
+                    || self.depth == 0
+                    || self.source.get(token.range()) == Some("do") =>
+            {
+                self.nest(token);
+            }
             _ => {
-                self.nesting.statement = if self.nesting.ended { 1 } else { self.nesting.statement + 1 };
-                (self.nesting.ended, self.nesting.before_list) = (false, false);
+                let ended = std::mem::take(&mut self.nesting.ended) == Ended::Statement;
+                self.nesting.statement = if ended { 1 } else { self.nesting.statement + 1 };
+                self.nesting.before_list = false;
             }
         }
         let what = if self.nesting.statement > MAX_STATEMENT {
@@ -706,30 +725,47 @@ impl<'a> Outline<'a> {
 
     fn nest(&mut self, token: Token) {
         let word = if token.kind == TokenKind::Word { self.text(token.range()) } else { "" };
+        let inner = self.brackets.last().copied();
         let nesting = &mut self.nesting;
-        // What follows an `else` is inside the statement before it, and so is the end of a `do`.
-        if std::mem::take(&mut nesting.ended) && !matches!(word, "else" | "while") {
-            nesting.statement = 0;
-        }
-        nesting.statement += 1;
-        let listed = std::mem::take(&mut nesting.before_list) || nesting.lists > 0;
-        let inner = self.brackets.last();
+        let goes_on = match std::mem::take(&mut nesting.ended) {
+            Ended::No => true,
+            _ if self.depth > 0 && word == "else" => true,
+            // The end of a `do`.
+            _ if word == "while" && nesting.loops > 0 => {
+                nesting.loops -= 1;
+                true
+            }
+            Ended::Statement => false,
+            // The braces may have been a value's, and the expression goes on.
+            Ended::Braces if token.kind == TokenKind::Word => is_in(word, OPERATORS),
+            Ended::Braces => !matches!(token.kind, TokenKind::Punct(b'{' | b'}' | b';')),
+        };
+        nesting.statement = if goes_on { nesting.statement + 1 } else { 1 };
+        let in_list = nesting.outer.last().is_some_and(|(_, list)| *list);
+        let listed = std::mem::take(&mut nesting.before_list);
         match token.kind {
             TokenKind::Punct(b'=') => nesting.before_list = true,
             TokenKind::Punct(b'{') => {
-                nesting.lists += usize::from(listed);
-                nesting.outer.push(std::mem::take(&mut nesting.statement));
+                nesting.outer.push((std::mem::take(&mut nesting.statement), listed));
+                nesting.before_list = listed;
             }
             TokenKind::Punct(b'}') => {
-                nesting.lists = nesting.lists.saturating_sub(1);
-                nesting.statement = nesting.outer.pop().unwrap_or_default();
-                nesting.ended = true;
+                nesting.statement = nesting.outer.pop().map_or(0, |(statement, _)| statement);
+                // The bracket that is closed here is still the last one.
+                let outer = self.brackets.iter().nth_back(1);
+                nesting.ended = if matches!(outer, Some(b'(' | b'[')) { Ended::No } else { Ended::Braces };
             }
             // Those in the parentheses of a `for` end nothing.
-            TokenKind::Punct(b';') => nesting.ended = self.loose || inner != Some(&b'('),
-            TokenKind::Punct(b',') => nesting.ended = nesting.lists > 0 && inner == Some(&b'{'),
-            TokenKind::Word if self.depth == 0 => nesting.chain = 0,
-            TokenKind::Word => nesting.chain += usize::from(self.loose && matches!(word, "else" | "for")),
+            TokenKind::Punct(b';') if self.loose || inner != Some(b'(') => nesting.ended = Ended::Statement,
+            TokenKind::Punct(b',') if in_list && inner == Some(b'{') => {
+                nesting.ended = Ended::Statement;
+                nesting.before_list = true;
+            }
+            TokenKind::Word if self.depth == 0 => (nesting.chain, nesting.loops) = (0, 0),
+            TokenKind::Word => {
+                nesting.loops += usize::from(word == "do");
+                nesting.chain += usize::from(self.loose && matches!(word, "else" | "for"));
+            }
             _ => {}
         }
     }
@@ -1169,30 +1205,44 @@ __global__ void third(const REAL* __restrict__ a)
     fn what_the_compiler_would_recurse_over_is_refused() {
         let body = |text: &str| format!("__global__ void a(int* x) {{ {text} }}\n");
         for (what, source) in [
-            ("a statement of more than 4096 tokens", body(&format!("*x = {} 1;", "- ".repeat(5000)))),
-            ("a statement of more than 4096 tokens", body(&format!("*x = {} 1;", "x[0]+".repeat(1000)))),
-            ("a statement of more than 4096 tokens", body(&format!("{} *x = 1;", "if(x)".repeat(1100)))),
-            ("a statement of more than 4096 tokens", body(&format!("{} *x = 1;", "for(;;)".repeat(1000)))),
-            ("a statement of more than 4096 tokens", body(&format!("{}1;", "1,".repeat(3000)))),
-            ("a statement of more than 4096 tokens", body(&format!("int y[] = {{ {} 1 }};", "!".repeat(5000)))),
+            ("a statement of more than 12288 tokens", body(&format!("*x = {} 1;", "- ".repeat(13_000)))),
+            ("a statement of more than 12288 tokens", body(&format!("*x = {} 1;", "x[0]+".repeat(3000)))),
+            ("a statement of more than 12288 tokens", body(&format!("{} *x = 1;", "if(x)".repeat(4000)))),
+            ("a statement of more than 12288 tokens", body(&format!("{} *x = 1;", "for(;;)".repeat(3000)))),
+            ("a statement of more than 12288 tokens", body(&format!("{}1;", "1,".repeat(7000)))),
+            ("a statement of more than 12288 tokens", body(&format!("int y[] = {{ {} 1 }};", "!".repeat(13_000)))),
             (
-                "a preprocessor line of more than 4096 tokens",
-                format!("#define D {}\n{}", "- ".repeat(5000), body("D 1;")),
+                "a preprocessor line of more than 12288 tokens",
+                format!("#define D {}\n{}", "- ".repeat(13_000), body("D 1;")),
             ),
             (
                 "more than 256 brackets inside one another",
                 format!("#define D {}1{}\n{}", "(".repeat(300), ")".repeat(300), body("*x = D;")),
             ),
-            ("a statement of more than 4096 tokens", body(&format!("{} *x = 1;", "if (*x) *x = 2; else ".repeat(500)))),
             (
-                "a statement of more than 4096 tokens",
-                body(&format!("{} *x = 1;", "if (*x) { *x = 2; } else ".repeat(900))),
+                "a statement of more than 12288 tokens",
+                body(&format!("{} *x = 1;", "if (*x) *x = 2; else ".repeat(1500))),
             ),
             (
-                "a statement of more than 4096 tokens",
-                body(&format!("{} ;", format!("if(*x) ; else {}", "for(;;)".repeat(400)).repeat(20))),
+                "a statement of more than 12288 tokens",
+                body(&format!("{} *x = 1;", "if (*x) { *x = 2; } else ".repeat(2500))),
             ),
-            ("a statement of more than 4096 tokens", body(&format!("{} ;", "if(*x) do ; while(0); else ".repeat(500)))),
+            (
+                "a statement of more than 12288 tokens",
+                body(&format!("{} ;", format!("if(*x) ; else {}", "for(;;)".repeat(400)).repeat(60))),
+            ),
+            ("a statement of more than 12288 tokens", body(&format!("*x = {} 1;", "int{}?*x:".repeat(3000)))),
+            ("a statement of more than 12288 tokens", body(&format!("*x = {} 1;", "x[int{}]=".repeat(3000)))),
+            ("a statement of more than 12288 tokens", body(&format!("*x = {} 1;", "int{}+".repeat(5000)))),
+            ("a statement of more than 12288 tokens", body(&format!("*x = {} 1;", "int{} and ".repeat(5000)))),
+            (
+                "a statement of more than 12288 tokens",
+                body(&format!("int y[] = {{ [&]{{ {} return 1; }}() }};", "*x=2,".repeat(4000))),
+            ),
+            (
+                "a statement of more than 12288 tokens",
+                body(&format!("{} ;", "if(*x) do ; while(0); else ".repeat(2000))),
+            ),
             (
                 "a function with more than 4096 `else` and `for`",
                 format!("#if 1\n#endif\n{}", body(&format!("{} *x = 1;", "for(;;)".repeat(5000)))),
@@ -1207,6 +1257,8 @@ __global__ void third(const REAL* __restrict__ a)
         }
         let many = "if (*x) { *x = 2; } else { *x = 3; }\n".repeat(2000);
         for source in [
+            body(&format!("{} {{}}", "if (*x == 4 && x[1] == 7) { *x = 2; } else ".repeat(600))),
+            body(&"while (atomicCAS(&x[1], 0, 1) != 0) { } *x = 2; { x[0]++; } (*x)++;\n".repeat(3000)),
             body(&format!("if (*x) {{ {} }} else {{ {many} }}", "x[0] += x[1];\n".repeat(10_000))),
             body(&"do { x[0] += x[1]; } while (x[2]);\nx[3] = 0; while (x[4]) { x[5]--; }\nx[6] = 0;".repeat(1000)),
             body(&format!("const int y[] = {{ {} 1 }};", "1, ".repeat(10_000))),

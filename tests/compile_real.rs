@@ -321,11 +321,11 @@ fn a_worker_has_the_stack_for_deep_nesting() {
     assert_eq!(symbols(&brackets).unwrap(), 1);
     // As deep as a payload may nest in all other ways.
     for source in [
-        program(&format!("*x = {} 1;", "- ".repeat(4000))),
-        program(&format!("*x = {} 1;", "x[0]+".repeat(800))),
-        program(&format!("{} *x = 1;", "if(*x)".repeat(800))),
-        program(&format!("{} *x = 1;", "if(*x == 7) *x = 2; else ".repeat(250))),
-        format!("#define D {} 1\n{}", "- ".repeat(4000), program("*x = - D;")),
+        program(&format!("*x = {} 1;", "- ".repeat(12_000))),
+        program(&format!("*x = {} 1;", "x[0]+".repeat(2400))),
+        program(&format!("{} *x = 1;", "if(*x)".repeat(2400))),
+        program(&format!("{} *x = 1;", "if(*x == 7) *x = 2; else ".repeat(800))),
+        format!("#define D {} 1\n{}", "- ".repeat(12_000), program("*x = - D;")),
     ] {
         assert!(entry_points(&source).is_ok());
         assert_eq!(symbols(&source).unwrap(), 1);

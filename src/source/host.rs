@@ -11,14 +11,15 @@
 //!   right after the call.
 //!
 //! A barrier that only some lanes come to would shift all their later ones against the others'. So none is put in where the
-//! text lets lanes part: in a block whose condition names the lane, or something that was computed from it.
+//! text shows that lanes may part: in a block whose condition names the lane, or something that was computed from it in the
+//! same function, and in a function where such a condition decides over a jump. What macros and calls hide is not seen.
 
 use std::collections::HashSet;
 use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::{Lexer, Token, TokenKind};
+use super::{ATTRIBUTES, Lexer, Token, TokenKind, is_in};
 use crate::error::{Error, Result};
 
 /// How long a chain of values, each computed from the next, may be.
@@ -40,9 +41,10 @@ pub fn for_host(source: &str) -> Result<String> {
     let mut edits = Vec::new();
     text.shared_memory(&mut edits)?;
     text.sums(&mut edits);
-    text.barriers(&mut edits);
+    let together = text.together();
+    text.barriers(&together, &mut edits);
     text.passes(&mut edits);
-    text.calls(&mut edits);
+    text.calls(&together, &mut edits);
     edits.sort_by_key(|edit| edit.start);
 
     let mut translated = String::with_capacity(source.len() + 64 * edits.len());
@@ -203,9 +205,8 @@ impl<'a> Text<'a> {
     }
 
     /// Looks at the blocks `if(lane_id < N) { ... }`, which is how payloads have some lanes of a warp work on an array.
-    fn barriers(&self, edits: &mut Vec<Edit>) {
+    fn barriers(&self, together: &[bool], edits: &mut Vec<Edit>) {
         let own = self.own_arrays();
-        let together = self.together();
         let mut read: Vec<Element<'_>> = Vec::new();
         let mut at = 0;
         while at < self.tokens.len() {
@@ -252,13 +253,13 @@ impl<'a> Text<'a> {
     }
 
     /// Looks for statements that are a call of a device function of the source and are not followed by a barrier already.
-    fn calls(&self, edits: &mut Vec<Edit>) {
+    fn calls(&self, together: &[bool], edits: &mut Vec<Edit>) {
         let functions: HashSet<&str> = (0..self.tokens.len())
             .filter(|at| self.token(*at) == Some("__device__"))
             .filter_map(|at| (at..self.tokens.len()).find(|at| self.is_word(*at) && self.token(at + 1) == Some("(")))
             .filter_map(|at| self.token(at))
             .collect();
-        for at in self.together().iter().enumerate().filter_map(|(at, together)| together.then_some(at)) {
+        for at in together.iter().enumerate().filter_map(|(at, together)| together.then_some(at)) {
             if !self.token(at).is_some_and(|name| functions.contains(&name)) {
                 continue;
             }
@@ -289,7 +290,18 @@ impl<'a> Text<'a> {
         let (mut first, mut depth) = (0, 0_usize);
         for (place, &at) in code.iter().enumerate() {
             match self.token(at) {
+                // A scope, in which definitions are at file scope still.
+                Some("{")
+                    if depth == 0
+                        && matches!(self.token(code[first]), Some("namespace" | "extern" | "inline"))
+                        && !(first..place).any(|place| self.token(code[place]) == Some("(")) =>
+                {
+                    first = place + 1;
+                }
                 Some("{") => depth += 1,
+                // Never legal inside a function: brackets went astray, as where `#if` has two heads of one function.
+                Some("__global__") if depth > 0 => (first, depth) = (place, 0),
+                Some(";") if depth == 0 => first = place + 1,
                 Some("}") => {
                     depth = depth.saturating_sub(1);
                     if depth == 0 {
@@ -383,10 +395,22 @@ impl<'a> Definition<'_, 'a> {
             |places: Range<usize>| places.into_iter().any(|at| self.token(at).is_some_and(|word| lanes.contains(word)));
         // What an `else` follows is known only if it is a block.
         let otherwise = |at: usize, last: bool| last || self.before(at) != Some("}");
+        let partners = self.partners();
+        // Whether a condition whose parentheses end at a place is one by itself, and lanes may part by it.
+        let parts = |close: usize, last: bool| {
+            let Some((word, condition)) = self.header(&partners, close) else { return true };
+            let follows = match self.before(word) {
+                Some(";" | "{" | "}") => false,
+                Some("else") => otherwise(word - 1, last),
+                // What follows a condition without braces is under it. Other parentheses are a macro's.
+                Some(")") => self.header(&partners, word - 1).is_none_or(|(word, _)| self.is_condition(word)),
+                _ => self.is_condition(word),
+            };
+            follows || apart(condition)
+        };
         // For each block that is open, whether lanes may have parted in it; the block that was closed last; parentheses.
         let (mut blocks, mut last, mut depth): (Vec<bool>, bool, usize) = (Vec::new(), true, 0);
-        // A jump may have taken some lanes elsewhere; where to, and when they are back, is not followed.
-        let mut jumped = false;
+        let mut found = Vec::new();
         for (place, &at) in self.code.iter().enumerate() {
             let before = self.before(place);
             match self.token(place) {
@@ -396,50 +420,61 @@ impl<'a> Definition<'_, 'a> {
                     let outside = blocks.last().is_some_and(|apart| *apart);
                     let parted = match before {
                         Some("else") => otherwise(place - 1, last),
-                        Some("do") => true,
-                        Some(")") => self.header(place - 1).is_some_and(|(word, condition)| {
-                            let follows = match self.before(word) {
-                                Some(";" | "{" | "}") => false,
-                                Some("else") => otherwise(word - 1, last),
-                                // What follows a condition without braces is under it. Other parentheses are a macro's.
-                                Some(")") => self.header(word - 1).is_none_or(|(word, _)| self.is_condition(word)),
-                                _ => self.is_condition(word),
-                            };
-                            follows || apart(condition)
-                        }),
+                        // The condition of a `do` comes later; `if (c) [[likely]] {`.
+                        Some("do" | "]") => true,
+                        Some(")") => parts(place - 1, last),
                         _ => false,
                     };
                     blocks.push(outside || parted);
                 }
                 Some("}") => last = blocks.pop().unwrap_or(true),
-                Some("break" | "continue" | "goto") => jumped = true,
-                _ => {}
-            }
-            let begins = matches!(before, Some(";" | "{" | "}")) && depth == 0 && !jumped;
-            if let Some(together) = together.get_mut(at) {
-                *together = begins && blocks.last() == Some(&false);
-            }
-        }
-    }
-
-    /// The word before the parentheses that end at a place, and what is in them if it is a condition.
-    fn header(&self, close: usize) -> Option<(usize, Range<usize>)> {
-        let mut depth = 0_usize;
-        for at in (0..=close).rev() {
-            match self.token(at) {
-                Some(")") => depth += 1,
-                Some("(") => {
-                    depth = depth.checked_sub(1)?;
-                    if depth == 0 {
-                        let word = at.checked_sub(1)?;
-                        // The parameters of a function may well name a lane.
-                        return Some((word, if self.is_condition(word) { at..close } else { at..at }));
+                Some("break" | "continue" | "goto") => {
+                    let parted = match before {
+                        Some(")") => parts(place - 1, last),
+                        Some("else") => otherwise(place - 1, last),
+                        Some("do") => true,
+                        _ => false,
+                    };
+                    // Where lanes have gone, and when they are back, is not followed.
+                    if parted || blocks.last() != Some(&false) {
+                        return;
                     }
                 }
                 _ => {}
             }
+            let begins = matches!(before, Some(";" | "{" | "}")) && depth == 0;
+            if begins && blocks.last() == Some(&false) {
+                found.push(at);
+            }
         }
-        None
+        for at in found {
+            together[at] = true;
+        }
+    }
+
+    /// For each place of a `)`, that of its `(`.
+    fn partners(&self) -> Vec<Option<usize>> {
+        let mut open = Vec::new();
+        let partner = |place| match self.token(place) {
+            Some("(") => {
+                open.push(place);
+                None
+            }
+            Some(")") => open.pop(),
+            _ => None,
+        };
+        (0..self.code.len()).map(partner).collect()
+    }
+
+    /// The word before the parentheses that end at a place, and what is in them if it is a condition.
+    fn header(&self, partners: &[Option<usize>], close: usize) -> Option<(usize, Range<usize>)> {
+        let open = (*partners.get(close)?)?;
+        let mut word = open.checked_sub(1)?;
+        if self.token(word) == Some("constexpr") {
+            word = word.checked_sub(1)?;
+        }
+        // The parameters of a function may well name a lane.
+        Some((word, if self.is_condition(word) { open..close } else { open..open }))
     }
 
     /// Words that may have another value in each lane: the lane's number by its usual name, the thread's, what a device
@@ -471,35 +506,67 @@ impl<'a> Definition<'_, 'a> {
         None
     }
 
-    /// The name that gets a value at a place, and the value: `name = ...;`, `name += ...;`, `type name(...)`, `type name{...}`.
+    /// The name that gets a value at a place, and the value: `name = ...;`, `name[...] = ...;`, `name += ...;`,
+    /// `type name(...)`, `type name{...}`.
     fn value(&self, place: usize) -> Option<(&'a str, SmallVec<[&'a str; 16]>)> {
-        let name = match self.token(place)? {
+        let mut name = place.checked_sub(1)?;
+        let closing = match self.token(place)? {
             "=" if self.token(place + 1) != Some("=") => {
-                let before = place.checked_sub(1)?;
-                let operator = matches!(self.token(before), Some("+" | "-" | "*" | "/" | "%" | "&" | "|" | "^"));
-                if operator { before.checked_sub(1)? } else { before }
+                let shift = |sign| self.token(name) == Some(sign) && self.before(name) == Some(sign);
+                if shift("<") || shift(">") {
+                    name = name.checked_sub(2)?;
+                } else if matches!(self.token(name), Some("+" | "-" | "*" | "/" | "%" | "&" | "|" | "^")) {
+                    name = name.checked_sub(1)?;
+                }
+                if self.token(name) == Some("]") {
+                    let from = name.saturating_sub(MAX_VALUE);
+                    name = (from..name).rev().find(|at| self.token(*at) == Some("["))?.checked_sub(1)?;
+                }
+                ";"
             }
-            "(" | "{" if place >= 2 && self.is_word(place - 2) => place - 1,
+            "(" if place >= 2 && self.is_word(place - 2) => ")",
+            "{" if place >= 2 && self.is_word(place - 2) => "}",
             _ => return None,
         };
         let name = self.token(name).filter(|_| self.is_word(name))?;
-        let value = (place + 1..self.code.len()).map_while(|at| self.token(at).filter(|word| *word != ";"));
+        let value = (place + 1..self.code.len()).map_while(|at| self.token(at));
+        let value = value.take_while(|word| *word != ";" && *word != closing);
         Some((name, value.take(MAX_VALUE).collect()))
     }
 
     /// The names of what a device function is given by value. A kernel's own are the same for all lanes.
     fn parameters(&self) -> Vec<&'a str> {
-        let head = 0..self.code.iter().position(|at| self.text.token(*at) == Some("{")).unwrap_or_default();
-        let device = head.clone().any(|place| self.token(place) == Some("__device__"));
-        let Some(open) = head.clone().rev().find(|place| self.token(*place) == Some("(")).filter(|_| device) else {
+        let head = 0..(0..self.code.len()).find(|place| self.token(*place) == Some("{")).unwrap_or_default();
+        let is = |word| head.clone().any(|place| self.token(place) == Some(word));
+        if !is("__device__") || is("__global__") {
             return Vec::new();
+        }
+        let list = |place: &usize| {
+            self.token(*place) == Some("(") && !self.before(*place).is_some_and(|w| is_in(w, ATTRIBUTES))
         };
-        let ends = (open..head.end).filter(|place| matches!(self.token(*place), Some("," | ")")));
-        ends.filter(|end| {
-            self.is_word(end - 1) && !matches!(self.token(end.wrapping_sub(2)), Some("*" | "&" | "__restrict__"))
-        })
-        .filter_map(|end| self.before(end))
-        .collect()
+        let Some(open) = head.clone().find(list) else { return Vec::new() };
+        let (mut depth, mut names) = (0_usize, Vec::new());
+        // The last word of the parameter so far; none after a `*`, which makes it a pointer, or in its default value.
+        let (mut name, mut pointer, mut default) = (None, false, false);
+        for place in open..head.end {
+            let word = self.token(place).unwrap_or_default();
+            match word {
+                "(" | "[" => depth += 1,
+                ")" | "]" if depth > 1 => depth -= 1,
+                ")" | "," if depth == 1 => {
+                    names.extend(name.filter(|_| !pointer));
+                    (name, pointer, default) = (None, false, false);
+                    if word == ")" {
+                        break;
+                    }
+                }
+                "*" if depth == 1 => pointer = true,
+                "=" if depth == 1 => default = true,
+                _ if depth == 1 && !default && self.is_word(place) => name = Some(word),
+                _ => {}
+            }
+        }
+        names
     }
 }
 
@@ -610,6 +677,17 @@ mod tests {
             "int other{lane}; while (other) { f(x); }",
             "for (int i = 0; i < n; i++) { if (lane > i) continue; f(x); }",
             "#pragma unroll\nfor (int i = 0; i < lane; i++) { f(x); }",
+            "for (int i = 0; i < n; i++) { f(x); if (lane > i) break; }",
+            "for (int i = 0; i < n; i++) { f(x); if (lane > i) { continue; } }",
+            "int o[2]; o[0] = lane; if (o[0] > 4) { f(x); }",
+            "int o = 1; o <<= lane; if (o) { f(x); }",
+            "int a, o(lane); if (a) { } if (x[lane]) { f(x); }",
+            "if constexpr (1) { } else if constexpr (lane) { f(x); }",
+            "if (lane) if constexpr (1) { f(x); }",
+            "if (lane) [[likely]] { f(x); }",
+            "} namespace n { __device__ void g(float* x, int l) { if (l) { f(x); } }",
+            "} __device__ void g(float* x, int l = 0) { if (l) { f(x); }",
+            "} __device__ __launch_bounds__(32) void g(float* x, const int& l) noexcept(true) { if (l) { f(x); }",
             "if (lane) x[0] = 1; else { f(x); }",
             "do { f(x); } while (get(lane));",
             "do f(x); while (n);",
@@ -634,6 +712,23 @@ mod tests {
                 "#pragma unroll\nfor (int i = 0; i < n; i++) { f(x); __syncwarp(); }",
             ),
             ("if (n) {}\n#if N\nelse {\n#endif\nf(x); }", "if (n) {}\n#if N\nelse {\n#endif\nf(x); __syncwarp(); }"),
+            (
+                "for (int i = 0; i < n; i++) { if (n == 3) break; f(x); }",
+                "for (int i = 0; i < n; i++) { if (n == 3) break; f(x); __syncwarp(); }",
+            ),
+            ("switch (n) { case 1: n++; break; } f(x);", "switch (n) { case 1: n++; break; } f(x); __syncwarp();"),
+            (
+                "} __device__ void later(int); __global__ void l(float* x, int n) { if (n) { f(x); }",
+                "} __device__ void later(int); __global__ void l(float* x, int n) { if (n) { f(x); __syncwarp(); }",
+            ),
+            (
+                "} \n#if A\n__global__ void l(float* x) {\n#else\n__global__ void l(int* x) {\n#endif\nf(x); }\n__global__ void m() { f(0);",
+                "} \n#if A\n__global__ void l(float* x) {\n#else\n__global__ void l(int* x) {\n#endif\nf(x); __syncwarp(); }\n__global__ void m() { f(0); __syncwarp();",
+            ),
+            (
+                "} extern \"C\" { __global__ void l(int* x) { for (int i = 0; i < lane_id; i++) { break; } } __global__ void m() { f(0); }",
+                "} extern \"C\" { __global__ void l(int* x) { for (int i = 0; i < lane_id; i++) { break; } } __global__ void m() { f(0); __syncwarp(); }",
+            ),
             // What a name means is a matter of its function.
             (
                 "} __global__ void l(float* x, int lane) { if (lane) { f(x); }",
