@@ -32,7 +32,8 @@ pub struct Config {
     pub nvrtc: Option<PathBuf>,
     /// `OEQ_COMPILE_UNITS`: `split` or `whole`.
     pub compile_units: CompileUnits,
-    /// `OEQ_KEEP_BYTES`: how many bytes of compiled images are kept of kernels that no call site uses. Default: 512 MiB.
+    /// `OEQ_KEEP_BYTES`: how many bytes are kept of kernels that no call site uses, payloads and compiled images. Default:
+    /// 512 MiB.
     pub keep_bytes: u64,
     /// `OEQ_STORE`: whether compiled kernels are kept on disk, `on` or `off`.
     pub store: bool,

@@ -592,6 +592,13 @@ enum Part {
 /// still at file scope.
 const SCOPE: u8 = b'N';
 
+fn few_brackets(open: &[u8], lexer: &Lexer<'_>, token: Token) -> Result<()> {
+    if open.len() > MAX_NESTING {
+        return Err(lexer.error(&format!("more than {MAX_NESTING} brackets inside one another"), token.start));
+    }
+    Ok(())
+}
+
 /// What a text defines at file scope.
 struct Outline<'a> {
     source: &'a str,
@@ -693,9 +700,7 @@ impl<'a> Outline<'a> {
     /// Refuses what the compiler would recurse over too deeply.
     #[inline]
     fn depth_of(&mut self, lexer: &Lexer<'_>, token: Token) -> Result<()> {
-        if self.brackets.len() > MAX_NESTING {
-            return Err(lexer.error(&format!("more than {MAX_NESTING} brackets inside one another"), token.start));
-        }
+        few_brackets(&self.brackets, lexer, token)?;
         match token.kind {
             TokenKind::Punct(_) => self.nest(token),
             // Most tokens say nothing about it.
@@ -775,9 +780,7 @@ impl<'a> Outline<'a> {
         if directive.tokens > MAX_STATEMENT {
             return Err(lexer.error(&format!("a preprocessor line of more than {MAX_STATEMENT} tokens"), token.start));
         }
-        if directive.brackets.len() > MAX_NESTING {
-            return Err(lexer.error(&format!("more than {MAX_NESTING} brackets inside one another"), token.start));
-        }
+        few_brackets(&directive.brackets, lexer, token)?;
         match token.kind {
             TokenKind::Word => {
                 let word = self.text(token.range());

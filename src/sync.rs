@@ -14,37 +14,45 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A value that each process makes for itself, under a lock that may be held for long. A fork in that time leaves a child
-/// with a lock that nobody will ever give back; the child makes its own.
+/// A value that each process has for itself. After a fork the child has neither its parent's threads nor a lock that can be
+/// trusted: a thread that no longer exists may hold it. So a value carries its process, and whoever finds another's makes a
+/// new one. The parent's is never dropped in the child: its destructors may want locks that nobody will give back.
 #[derive(Debug)]
-pub(crate) struct OfProcess<T>(ArcSwap<(u32, Mutex<T>)>);
+pub(crate) struct OfProcess<T>(ArcSwap<(u32, Arc<T>)>);
 
-impl<T: Default> Default for OfProcess<T> {
-    fn default() -> Self {
-        Self(ArcSwap::from_pointee((std::process::id(), Mutex::default())))
+impl<T> OfProcess<T> {
+    /// This process's, at first.
+    pub(crate) fn new(value: T) -> Self {
+        Self(ArcSwap::from_pointee((std::process::id(), Arc::new(value))))
+    }
+
+    /// That of a process, made now if what is there is another's.
+    pub(crate) fn of(&self, process: u32, make: impl FnOnce() -> T) -> Arc<T> {
+        let current = self.0.load_full();
+        if current.0 == process {
+            return Arc::clone(&current.1);
+        }
+        mem::forget(Arc::clone(&current.1));
+        self.0.compare_and_swap(&current, Arc::new((process, Arc::new(make()))));
+        Arc::clone(&self.0.load().1)
     }
 }
 
-impl<T: Default> OfProcess<T> {
-    /// Calls `body` with the value. The lock is held meanwhile.
+impl<T: Default> Default for OfProcess<T> {
+    fn default() -> Self {
+        Self::new(T::default())
+    }
+}
+
+impl<T: Default> OfProcess<Mutex<T>> {
+    /// Calls `body` with what is in this process's lock, which is held meanwhile.
     pub(crate) fn with<R>(&self, body: impl FnOnce(&mut T) -> R) -> R {
-        body(&mut lock(&self.of(std::process::id()).1))
+        body(&mut lock(&self.of(std::process::id(), Mutex::default)))
     }
 
     /// The same, if nobody holds the lock.
     pub(crate) fn try_with<R>(&self, body: impl FnOnce(&mut T) -> R) -> Option<R> {
-        self.of(std::process::id()).1.try_lock().ok().map(|mut value| body(&mut value))
-    }
-
-    fn of(&self, process: u32) -> Arc<(u32, Mutex<T>)> {
-        let current = self.0.load_full();
-        if current.0 == process {
-            return current;
-        }
-        // The parent's is not dropped: its destructor may want what only the parent has.
-        mem::forget(Arc::clone(&current));
-        self.0.compare_and_swap(&current, Arc::new((process, Mutex::default())));
-        self.0.load_full()
+        self.of(std::process::id(), Mutex::default).try_lock().ok().map(|mut value| body(&mut value))
     }
 }
 
@@ -54,14 +62,15 @@ mod tests {
 
     #[test]
     fn a_child_does_not_wait_for_what_its_parent_holds() {
-        let value = OfProcess::<Vec<u32>>::default();
+        let value = OfProcess::<Mutex<Vec<u32>>>::default();
+        let of = |process| value.of(process, Mutex::default);
         let (parent, child) = (std::process::id(), std::process::id() + 1);
-        let held = value.of(parent);
-        let mut held = lock(&held.1);
+        let held = of(parent);
+        let mut held = lock(&held);
         held.push(1);
         assert!(value.try_with(|_| ()).is_none());
-        lock(&value.of(child).1).push(2);
-        assert_eq!(*lock(&value.of(child).1), [2]);
+        lock(&of(child)).push(2);
+        assert_eq!(*lock(&of(child)), [2]);
         assert_eq!(*held, [1]);
     }
 }

@@ -11,6 +11,7 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
@@ -93,7 +94,7 @@ impl Found {
 #[derive(Debug)]
 pub struct HostCompiler {
     explicit: Option<PathBuf>,
-    found: OfProcess<Option<Found>>,
+    found: OfProcess<Mutex<Option<Found>>>,
 }
 
 impl HostCompiler {

@@ -79,7 +79,7 @@ pub trait Compiler: Send + Sync {
 #[derive(Debug)]
 pub struct NvrtcCompiler {
     explicit: Option<PathBuf>,
-    library: OfProcess<Option<Arc<Nvrtc>>>,
+    library: OfProcess<Mutex<Option<Arc<Nvrtc>>>>,
 }
 
 impl NvrtcCompiler {

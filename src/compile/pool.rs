@@ -14,9 +14,8 @@
 //! Starting a thread happens under the lock, because fact 1 must hold even when the system refuses the thread. That is a
 //! few tens of microseconds, at most once per worker; jobs never run under the lock.
 //!
-//! After a fork the child has neither the workers nor a lock that can be trusted (a thread that no longer exists may
-//! hold it). The state therefore carries the process it belongs to, and is replaced as a whole by whoever finds it to be
-//! another process's. The parent's jobs stay the parent's: the child forgets them without running their destructors.
+//! Each process has a state of its own: a child of a fork begins with an empty queue and no workers. The parent's jobs stay
+//! the parent's; the child forgets them without running their destructors.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -30,10 +29,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use arc_swap::ArcSwap;
-
 use super::pace::{Load, Pace};
 use super::sys;
+use crate::sync::OfProcess;
 
 /// One piece of work. It must report its own outcome; a job that panics is dropped and the worker goes on.
 pub type Job = Box<dyn FnOnce() + Send + 'static>;
@@ -94,13 +92,12 @@ struct State {
 }
 
 struct Shared {
-    process: u32,
     state: Mutex<State>,
     work: Condvar,
 }
 
 impl Shared {
-    fn new(process: u32, max_workers: usize) -> Self {
+    fn new(max_workers: usize) -> Self {
         let state = State {
             queue: BTreeMap::new(),
             running: Vec::new(),
@@ -111,7 +108,7 @@ impl Shared {
             promotions: 0,
             closed: false,
         };
-        Self { process, state: Mutex::new(state), work: Condvar::new() }
+        Self { state: Mutex::new(state), work: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -151,7 +148,7 @@ pub struct Pool {
     spawn: Box<Spawn>,
     /// Outside the state so that a ticket from before a fork can never name a job from after it.
     tickets: AtomicU64,
-    shared: ArcSwap<Shared>,
+    shared: OfProcess<Shared>,
 }
 
 impl fmt::Debug for Pool {
@@ -173,13 +170,7 @@ impl Pool {
 
     fn with(max_workers: usize, idle: Duration, spawn: Box<Spawn>) -> Self {
         let max_workers = max_workers.max(1);
-        Self {
-            max_workers,
-            idle,
-            spawn,
-            tickets: AtomicU64::new(0),
-            shared: ArcSwap::from_pointee(Shared::new(std::process::id(), max_workers)),
-        }
+        Self { max_workers, idle, spawn, tickets: AtomicU64::new(0), shared: OfProcess::new(Shared::new(max_workers)) }
     }
 
     /// Queues a job, and starts a worker for it if none is free and one more is allowed. Never waits for a job.
@@ -245,14 +236,7 @@ impl Pool {
 
     /// The state of that process, made afresh if what is there was inherited through a fork.
     fn shared_in(&self, process: u32) -> Arc<Shared> {
-        let current = self.shared.load_full();
-        if current.process == process {
-            return current;
-        }
-        // Never drop the parent's state: its jobs' destructors may want locks that nobody will release here.
-        mem::forget(Arc::clone(&current));
-        self.shared.compare_and_swap(&current, Arc::new(Shared::new(process, self.max_workers)));
-        self.shared.load_full()
+        self.shared.of(process, || Shared::new(self.max_workers))
     }
 
     fn grow(&self, shared: &Arc<Shared>, state: &mut State) -> io::Result<()> {

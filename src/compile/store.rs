@@ -194,7 +194,7 @@ pub struct Store {
     /// Entries that are bad and could not be moved away.
     bad: Mutex<HashSet<PathBuf>>,
     /// Bytes in the store, once they were counted.
-    total: OfProcess<Option<u64>>,
+    total: OfProcess<Mutex<Option<u64>>>,
     memory_only: AtomicBool,
     warned: AtomicBool,
     writes: AtomicU64,

@@ -140,10 +140,14 @@ struct Depth {
 }
 
 impl Depth {
-    /// That of a part which is so many entries high; `None` where this would be too deep.
-    fn enter(&mut self, height: usize) -> Option<Self> {
+    /// That of a part: an entry, which is as high as is known by now. Refused where this would be too deep.
+    fn enter<T>(&mut self, entry: &Entry<'_>, known: Option<&(T, usize)>, what: &str) -> Result<Self> {
+        let height = known.map_or(1, |(_, height)| *height);
         self.inside = self.inside.max(height);
-        (self.outside + height <= MAX_DEPTH).then_some(Self { outside: self.outside + 1, inside: 0 })
+        if self.outside + height > MAX_DEPTH {
+            return Err(entry.content.error(format_args!("{what} nested more than {MAX_DEPTH} deep")));
+        }
+        Ok(Self { outside: self.outside + 1, inside: 0 })
     }
 
     /// How high a part has turned out to be.
@@ -204,14 +208,11 @@ impl<'a> Table<'a> {
 
     fn attribute_at(&mut self, index: usize, outer: &mut Depth) -> Result<Attribute> {
         let (entry, known) = &self.attributes[index];
-        let mut cursor = entry.content;
-        let height = known.as_ref().map_or(1, |(_, height)| *height);
-        let mut depth = outer
-            .enter(height)
-            .ok_or_else(|| cursor.error(format_args!("attributes nested more than {MAX_DEPTH} deep")))?;
+        let mut depth = outer.enter(entry, known.as_ref(), "attributes")?;
         if let Some((known, _)) = known {
             return Ok(known.clone());
         }
+        let mut cursor = entry.content;
         let shape = match (entry.custom, entry.dialect) {
             (true, Dialect::Builtin) => match cursor.varint()? {
                 builtin::ARRAY => Shape::Array,
@@ -319,14 +320,11 @@ impl<'a> Table<'a> {
 
     fn type_at(&mut self, index: usize, outer: &mut Depth) -> Result<Arc<ValueType>> {
         let (entry, known) = &self.types[index];
-        let mut cursor = entry.content;
-        let height = known.as_ref().map_or(1, |(_, height)| *height);
-        let mut depth =
-            outer.enter(height).ok_or_else(|| cursor.error(format_args!("types nested more than {MAX_DEPTH} deep")))?;
+        let depth = &mut outer.enter(entry, known.as_ref(), "types")?;
         if let Some((known, _)) = known {
             return Ok(Arc::clone(known));
         }
-        let depth = &mut depth;
+        let mut cursor = entry.content;
         let found = match (entry.custom, entry.dialect) {
             (false, _) => {
                 let text = cursor.terminated()?;

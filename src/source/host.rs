@@ -408,41 +408,31 @@ impl<'a> Definition<'_, 'a> {
             };
             follows || apart(condition)
         };
+        // The same of a block or a jump, by what is before it.
+        let parted = |place: usize, last: bool| match self.before(place) {
+            Some("else") => otherwise(place - 1, last),
+            // The condition of a `do` comes later; `if (c) [[likely]] {`.
+            Some("do" | "]") => true,
+            Some(")") => parts(place - 1, last),
+            _ => false,
+        };
         // For each block that is open, whether lanes may have parted in it; the block that was closed last; parentheses.
         let (mut blocks, mut last, mut depth): (Vec<bool>, bool, usize) = (Vec::new(), true, 0);
         let mut found = Vec::new();
         for (place, &at) in self.code.iter().enumerate() {
-            let before = self.before(place);
             match self.token(place) {
                 Some("(") => depth += 1,
                 Some(")") => depth = depth.saturating_sub(1),
                 Some("{") => {
                     let outside = blocks.last().is_some_and(|apart| *apart);
-                    let parted = match before {
-                        Some("else") => otherwise(place - 1, last),
-                        // The condition of a `do` comes later; `if (c) [[likely]] {`.
-                        Some("do" | "]") => true,
-                        Some(")") => parts(place - 1, last),
-                        _ => false,
-                    };
-                    blocks.push(outside || parted);
+                    blocks.push(outside || parted(place, last));
                 }
                 Some("}") => last = blocks.pop().unwrap_or(true),
-                Some("break" | "continue" | "goto") => {
-                    let parted = match before {
-                        Some(")") => parts(place - 1, last),
-                        Some("else") => otherwise(place - 1, last),
-                        Some("do") => true,
-                        _ => false,
-                    };
-                    // Where lanes have gone, and when they are back, is not followed.
-                    if parted || blocks.last() != Some(&false) {
-                        return;
-                    }
-                }
+                // Where lanes have gone, and when they are back, is not followed.
+                Some("break" | "continue" | "goto") if parted(place, last) || blocks.last() != Some(&false) => return,
                 _ => {}
             }
-            let begins = matches!(before, Some(";" | "{" | "}")) && depth == 0;
+            let begins = matches!(self.before(place), Some(";" | "{" | "}")) && depth == 0;
             if begins && blocks.last() == Some(&false) {
                 found.push(at);
             }

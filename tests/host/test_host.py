@@ -295,14 +295,13 @@ def test_calls_from_every_thread_of_xlas_do_not_stop_each_other():
         + """
 import concurrent.futures
 c = case("conv_det_uvu_narrow_f64")
-operands, results = c.operands(1, *c.inputs())
-call = jax.ffi.ffi_call("conv_backward", [jax.ShapeDtypeStruct(s, c.dtype) for s in results.values()])
+call, operands = program(c, 1)
 
 @jax.jit
 def many(x, *rest):
     # Between the calls, work that XLA gives to its threads.
     mixed = [jnp.tanh(jnp.ones((300, 300)) * x[0, 0]) @ jnp.ones((300, 300)) for _ in range(2)]
-    calls = [call(x * (1.0 + i), *rest, kernel=c.payload, hash=np.int64(c.hash))[0] for i in range(6)]
+    calls = [call(x * (1.0 + i), *rest)[0] for i in range(6)]
     return calls, sum(each.sum() for each in mixed)
 
 expected = [np.asarray(each) for each in many(*operands)[0]]
@@ -325,18 +324,16 @@ def test_deterministic_calls_that_share_a_workspace_do_not_disturb_each_other():
         + """
 import concurrent.futures
 c = case("conv_det_uvu_narrow_f64")
-operands, results = c.operands(0, *c.inputs())
+call, operands = program(c)
 wanted = c.expected(0, *c.inputs())["L3"]
-call = jax.ffi.ffi_call("conv_forward", [jax.ShapeDtypeStruct(s, c.dtype) for s in results.values()])
-once = lambda x, *rest: call(x, *rest, kernel=c.payload, hash=np.int64(c.hash))[0]
+alone = lambda *a: call(*a)[0]
 
 @jax.jit
 def many(x, *rest):
     # The calls differ, their workspace does not; a power of two scales every result without rounding.
     mixed = [jnp.tanh(jnp.ones((300, 300)) * x[0, 0]) @ jnp.ones((300, 300)) for _ in range(2)]
-    return [once(x * 2.0**i, *rest) for i in range(8)], sum(each.sum() for each in mixed)
+    return [alone(x * 2.0**i, *rest) for i in range(8)], sum(each.sum() for each in mixed)
 
-alone = jax.jit(once)
 expected = np.asarray(alone(*operands))
 print(c.error("L3", expected, wanted))
 of_one = lambda runs: sum(np.array_equal(np.asarray(each), expected * 2.0**i) for _ in range(runs) for i, each in enumerate(many(*operands)[0]))
